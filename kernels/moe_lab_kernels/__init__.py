@@ -1,0 +1,12 @@
+"""MoE Lab's kernels: one operation a module, each with a Triton launcher and a torch reference of the same signature.
+
+    backend        which backend serves a tensor, launches and their count, the few operations Triton lacks
+    quantize_rows  activations to q8_1
+    decode         one step of a weight format: raw blocks times q8_1 codes
+    gemv           expert rows times raw quantised weights, at most 8 rows sharing one read of the weights
+    activation     gated activations
+    combine        expert outputs back into token order
+
+Importing needs torch alone: without Triton, or without a GPU and outside Triton's interpreter, a launcher says so when
+it is called and names the reference that runs anyway.
+"""

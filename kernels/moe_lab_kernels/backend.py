@@ -1,0 +1,150 @@
+"""Who serves a tensor, and how a kernel is launched.
+
+A CUDA tensor is served by the compiled kernel. A CPU tensor is served by Triton's interpreter where the user has set
+TRITON_INTERPRET=1 before the kernels were imported, and by nothing otherwise: the launcher then names its reference.
+Importing works without Triton and without a GPU; only a launch needs them.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from moe_lab.errors import LabError
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.runtime.jit import JITFunction
+except ImportError:
+
+    class _Absent:
+        """Stands for Triton in annotations and decorators, so that the references stay importable without it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+        def __getitem__(self, key: Any) -> Any:
+            return self
+
+    triton, JITFunction = None, object  # nothing counts as interpreted
+    tl = jit = _Absent()
+
+Backend = Literal["cuda", "interpreter"]
+
+
+@jit
+def _probe(x):
+    """Tells how @jit treated this process's kernels; never launched."""
+    tl.store(x, 0)
+
+
+# What counts is how the decorator saw the variable, not what the variable says now.
+INTERPRETED = not isinstance(_probe, JITFunction)
+
+
+def serve(op: str, **tensors: torch.Tensor | None) -> Backend:
+    """The backend that runs `op` on these tensors (None is skipped).
+
+    LabError when they lie on different devices, when Triton is missing, or when they are CPU tensors outside the
+    interpreter; the message names `<op>_ref`, which runs everywhere.
+    """
+    given = {name: t for name, t in tensors.items() if t is not None}
+    (first, head), *rest = given.items()
+    for name, t in rest:
+        if t.device != head.device:
+            raise LabError(
+                f"{op}: {first} is on {head.device} but {name} is on {t.device}; all tensors must share one device."
+            )
+    if triton is None:
+        raise LabError(
+            f"{op} needs Triton, which is not installed (pip install triton, Linux only); {op}_ref runs without it."
+        )
+    if INTERPRETED and head.device.type in ("cpu", "cuda"):
+        return "interpreter"
+    if head.device.type == "cuda":
+        return "cuda"
+    count = torch.cuda.device_count()
+    found = f"{count} found here" if count else "no GPU was found here"
+    late = "; it is set now, but was not when the kernels were imported" if _wants_interpreter() else ""
+    raise LabError(
+        f"{op} is a GPU kernel, but {first} is on {head.device}. Move it to a CUDA device ({found}), call {op}_ref, or "
+        f"start Python with TRITON_INTERPRET=1 to run the kernel in Triton's interpreter{late}."
+    )
+
+
+def _wants_interpreter() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def backend_of(tensor: torch.Tensor) -> Literal["cuda", "interpreter", "torch"]:
+    """What `lab.*` runs for this tensor: the kernels where they can serve it, the torch references elsewhere."""
+    if INTERPRETED and tensor.device.type in ("cpu", "cuda"):
+        return "interpreter"
+    return "cuda" if tensor.device.type == "cuda" else "torch"
+
+
+def has_dp4a(backend: Backend) -> bool:
+    """Whether the byte dot products of NVIDIA's instruction set may be used; plain twins serve every other target."""
+    return backend == "cuda" and torch.version.hip is None
+
+
+@dataclass
+class LaunchCount:
+    """Kernels started inside a `count_launches()` block; replays of a captured graph start none from here."""
+
+    by_kernel: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def launches(self) -> int:
+        """All of them."""
+        return sum(self.by_kernel.values())
+
+
+_COUNTS: ContextVar[tuple[LaunchCount, ...]] = ContextVar("moe_lab_launches", default=())
+
+
+@contextmanager
+def count_launches() -> Iterator[LaunchCount]:
+    """Count the kernels started inside the block (blocks may nest)."""
+    count = LaunchCount()
+    token = _COUNTS.set((*_COUNTS.get(), count))
+    try:
+        yield count
+    finally:
+        _COUNTS.reset(token)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, not on the tensor's: make them agree for the block, then restore."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
+    """Start `kernel` on `device` over `grid`; an empty grid starts nothing.
+
+    Multiply-add fusion is off for every kernel by name: the default differs between Triton versions, and a fused
+    product would round differently from the references.
+    """
+    if 0 in grid:
+        return
+    for count in _COUNTS.get():
+        count.by_kernel[kernel.__name__] += 1
+    with on_device(device):
+        kernel[grid](*args, enable_fp_fusion=False, **meta)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= max(n, 1); Triton's ranges must have such lengths."""
+    return 1 << max(0, n - 1).bit_length()

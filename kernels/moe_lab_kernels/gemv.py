@@ -1,0 +1,248 @@
+"""Grouped GEMV on raw quantised weights: out[p] = W[slot of p] @ x[row_of[p]], x as q8_1 rows.
+
+P pairs, S weight slots of [N, Kd], R quantised activation rows. Pairs come in chunks of at most 8 that share a slot; a
+program reads its tile of weight rows once and multiplies it with every row of its chunk. Reads N * row_bytes a chunk
+(plus Kd codes a pair, from the cache), writes P * N. Formats q2_k, q3_k, q8_0; their arithmetic is in `decode`.
+
+A row's bits depend on its own codes and weights alone: not on how many rows the chunk holds, on P, on the tile or on
+the machine. Each lane adds its parts step after step, then lanes are added in a butterfly (distance 16, 8, 4, 2, 1)
+that the code spells out; `gemv_ref` adds in the same order and so gives the same bits.
+
+Knows nothing about experts, routing or residency: a slot is a slot. Pairs in no chunk keep what `out` held before; a
+chunk without rows, or with a slot outside 0..S-1, writes nothing (tables made on a device are padded with such).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_lab._types import Int32, Tensor, UInt8
+from moe_lab.errors import LabError
+from moe_lab_kernels import backend
+from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
+from moe_lab_kernels.decode import part
+from moe_lab_kernels.decode_ref import BLOCK_VALUES, part_ref, row_bytes
+from moe_lab_kernels.primitives import offset64, round_to
+
+MAX_CHUNK_ROWS = 8
+LANES = 32
+LANES_PER_BLOCK = {"q2_k": 8, "q3_k": 8, "q8_0": 4}
+ROW_ALIGNMENT = {"q2_k": 4, "q3_k": 2, "q8_0": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program is cut; none of it changes a bit of the result.
+
+    rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold, so a
+    chunk of many rows walks the tile in strips of sums / its rows weight rows; registers: a thread's cap, or None.
+    """
+
+    rows: int
+    warps: int = 1
+    sums: int = 32
+    registers: int | None = None
+
+
+# The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
+TILE_CUDA, TILE_INTERPRETER = Tile(8), Tile(256, sums=256 * MAX_CHUNK_ROWS)
+
+
+@jit
+def butterfly(v):
+    """fp32 sums over the last axis (32 lanes), the same in every lane: lane i with lane i ^ 16, then 8, 4, 2, 1."""
+    lane = tl.arange(0, 32)[None, None, :]
+    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
+        v = v + tl.gather(v, tl.broadcast_to(lane ^ (16 >> i), v.shape), 2)
+    return v
+
+
+@jit
+def _strip(codes, scale, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, n_pairs, codes_stride, scale_stride,
+           w_row_stride, out_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, SCATTER: tl.constexpr,
+           R: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """STRIP weight rows from n0 on, times up to R rows of one chunk. Axes of each tensor: x row, weight row, lane."""
+    p = first + tl.arange(0, R)[:, None, None]
+    mine = (p < first + n) & (p >= 0) & (p < n_pairs)
+    row = tl.load(row_of + p, mask=mine, other=-1)
+    known = (row >= 0) & (row < n_x)
+    n_row = n0 + tl.arange(0, STRIP)[None, :, None]
+    # Rows past N read row N - 1 again and are not stored, lanes past the last block read it again against zeros: the
+    # loop needs no mask on weights.
+    w_row = w + offset64(tl.minimum(n_row, N - 1), w_row_stride)
+    x, d8 = codes + offset64(row, codes_stride), scale + offset64(row, scale_stride)
+    lane = tl.arange(0, 32)[None, None, :]
+    acc = tl.zeros((R, STRIP, 32), tl.float32)
+    for first_block in range(0, blocks, 32 // PER_BLOCK):
+        block = first_block + lane // PER_BLOCK
+        there = known & (block < blocks)
+        acc += part(w_row, x, d8, tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, NATIVE)
+    total = round_to(butterfly(acc), out.dtype.element_ty)
+    to = p
+    if SCATTER:
+        to = tl.load(out_row + p, mask=mine, other=0)
+    at = out + offset64(to, out_stride) + n_row + lane * 0
+    tl.store(at, total, mask=mine & (n_row < N) & (lane == 0))
+
+
+SIZES = ["N", "blocks", "tiles", "n_slots", "n_x", "n_pairs"]
+STRIDES = [f"{name}_stride" for name in ("codes", "scale", "w_slot", "w_row", "w2_slot", "w2_row", "out", "out2")]
+
+
+# Not specialised on sizes or strides: no load is wider than 4 bytes, so that would only multiply compilations.
+@jit(do_not_specialize=SIZES + STRIDES)
+def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, tiles, n_slots, n_x, n_pairs,
+          codes_stride, scale_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride, out_stride,
+          out2_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
+          MAX_ROWS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Program = (chunk, weight, tile of rows), all on grid x: y and z stop at 65,535."""
+    pid = tl.program_id(0)
+    tile, rest = pid % tiles, pid // tiles
+    chunk = rest // 2 if TWO else rest
+    slot = tl.load(chunks + 3 * chunk)
+    first, n = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
+    base, to, row_stride, to_stride = w + offset64(slot, w_slot_stride), out, w_row_stride, out_stride
+    if TWO:  # noqa: SIM102 (decided when compiling, the inner test when running)
+        if rest % 2 == 1:
+            base, to, row_stride, to_stride = w2 + offset64(slot, w2_slot_stride), out2, w2_row_stride, out2_stride
+    if (slot < 0) | (slot >= n_slots):
+        n = 0
+    for size in tl.static_range(4):  # the smallest program of 1, 2, 4 or 8 rows that holds the chunk
+        if (1 << size) <= MAX_ROWS:  # noqa: SIM102 (likewise)
+            if (n > (1 << size) // 2) & (n <= (1 << size)):
+                for n0 in range(tile * ROWS, tile * ROWS + ROWS, min(ROWS, SUMS >> size)):
+                    _strip(codes, scale, row_of, out_row, base, to, n0, first, n, N, blocks, n_x, n_pairs, codes_stride,
+                           scale_stride, row_stride, to_stride, FORMAT, PER_BLOCK, SCATTER, 1 << size,
+                           min(ROWS, SUMS >> size), NATIVE)  # fmt: skip
+
+
+def gemv(
+    rows: Sequence[Tensor],
+    row_of: Int32[Tensor, " P"],
+    w: UInt8[Tensor, "S N row_bytes"],
+    chunks: Int32[Tensor, "C 3"],
+    format: str,
+    out: Tensor,
+    *,
+    w2: Tensor | None = None,
+    out2: Tensor | None = None,
+    out_row: Int32[Tensor, " P"] | None = None,
+    max_rows: int = MAX_CHUNK_ROWS,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Write out[p] [P, N] for every pair of every chunk, and with `w2`, w2's into `out2` in the same launch (Triton).
+
+    rows: (codes int8 [R, Kd], scale fp16 [R, Kd / 32], ..); row_of[p]: the row that pair p uses; w: raw blocks, strided
+    over slots and rows at will; chunks: (slot, first pair, rows); out: fp32, fp16 or bf16, rounded once. `out_row`:
+    pair p goes to row out_row[p] instead of row p, and out may have any number of rows (values are not checked).
+    `max_rows`: an upper bound on the chunks' rows (1, 2, 4 or 8) that lets decode run a smaller program; chunks above
+    it are not computed. Returns `out`. LabError when shapes, strides, devices or the format disagree.
+    """
+    codes, scale = rows[0], rows[1]
+    _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    tensors = {"codes": codes, "scale": scale, "row_of": row_of, "w": w, "chunks": chunks, "out": out}
+    on = backend.serve("gemv", **tensors, w2=w2, out2=out2, out_row=out_row)
+    n, kd = w.shape[1], codes.shape[1]
+    if tile is None:
+        widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
+        tile = TILE_CUDA if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
+    second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
+    tiles, two, scatter = -(-n // tile.rows), w2 is not None, out_row is not None
+    sizes = (n, kd // BLOCK_VALUES[format], tiles, len(w), len(codes), len(row_of))
+    strides = (
+        codes.stride(0),
+        scale.stride(0),
+        *w.stride()[:2],
+        *second.stride()[:2],
+        out.stride(0),
+        to_second.stride(0),
+    )
+    backend.launch(
+        _gemv,
+        (tiles * len(chunks) * (1 + two),),
+        *(codes, scale, row_of, row_of if out_row is None else out_row, chunks, w, second, out, to_second),
+        *sizes,
+        *strides,
+        *(format, LANES_PER_BLOCK[format], two, scatter, max_rows, tile.rows, tile.sums, backend.has_dp4a(on)),
+        device=out.device,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )
+    return out
+
+
+def gemv_ref(
+    rows: Sequence[Tensor],
+    row_of: Int32[Tensor, " P"],
+    w: UInt8[Tensor, "S N row_bytes"],
+    chunks: Int32[Tensor, "C 3"],
+    format: str,
+    out: Tensor,
+    *,
+    w2: Tensor | None = None,
+    out2: Tensor | None = None,
+    out_row: Int32[Tensor, " P"] | None = None,
+    max_rows: int = MAX_CHUNK_ROWS,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The same in torch, bit for bit; `tile` has no meaning here. For tests and for machines without Triton: slow."""
+    codes, scale = rows[0], rows[1]
+    _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    for slot, first, n in chunks.tolist():
+        if not 0 <= slot < len(w) or not 0 < n <= max_rows:
+            continue
+        pairs = torch.arange(max(first, 0), min(first + n, len(row_of)), device=out.device)
+        row = row_of[pairs].long()
+        known = (row >= 0) & (row < len(codes))
+        index = torch.where(known, row, 0)
+        x = codes[index] * known[:, None], scale[index] * known[:, None]
+        to = pairs if out_row is None else out_row[pairs].long()
+        for weight, target in ((w, out), (w2, out2)):
+            if weight is not None and target is not None:
+                target[to] = matvec_ref(weight[slot], *x, format).to(target.dtype)
+    return out
+
+
+def matvec_ref(raw: UInt8[Tensor, "N row_bytes"], codes: Tensor, scale: Tensor, format: str) -> Tensor:
+    """fp32 [R, N] of one weight in `gemv`'s order: steps in sequence a lane, then the butterfly over 32 lanes."""
+    parts = part_ref(raw, codes, scale, format)
+    per_step = LANES // LANES_PER_BLOCK[format]
+    missing = -parts.shape[2] % per_step
+    lanes = torch.nn.functional.pad(parts, (0, 0, 0, missing)).unflatten(2, (-1, per_step)).flatten(-2)
+    acc = torch.zeros_like(lanes[:, :, 0])
+    for step in range(lanes.shape[2]):
+        acc = acc + lanes[:, :, step]
+    while acc.shape[-1] > 1:
+        half = acc.shape[-1] // 2
+        acc = acc[..., :half] + acc[..., half:]
+    return acc.squeeze(-1)
+
+
+def _check(codes: Tensor, scale: Tensor, row_of: Tensor, w: Tensor, chunks: Tensor, format: str, out: Tensor,
+           w2: Tensor | None, out2: Tensor | None, out_row: Tensor | None, max_rows: int) -> None:  # fmt: skip
+    """Everything that shapes, dtypes and strides can tell."""
+    expect("gemv", "codes", codes, [torch.int8], ["R", "Kd"])
+    wanted = row_bytes(format, codes.shape[1])
+    expect("gemv", "scale", scale, [torch.float16], [len(codes), codes.shape[1] // 32])
+    expect("gemv", "row_of", row_of, [torch.int32], ["P"])
+    expect("gemv", "chunks", chunks, [torch.int32], ["C", 3])
+    expect("gemv", "w", w, [torch.uint8], ["S", "N", wanted])
+    if max_rows not in (1, 2, 4, MAX_CHUNK_ROWS):
+        raise LabError(f"gemv: max_rows={max_rows}; it must be 1, 2, 4 or {MAX_CHUNK_ROWS}.")
+    if (w2 is None) != (out2 is None):
+        raise LabError("gemv: w2 and out2 come together, got only one of them.")
+    if out_row is not None:
+        expect("gemv", "out_row", out_row, [torch.int32], [len(row_of)])
+        expect_contiguous("gemv", "out_row", out_row)
+    for name, weight, to in (("w", w, out), ("w2", w2, out2)):
+        if weight is not None and to is not None:
+            expect("gemv", name, weight, [torch.uint8], w.shape)
+            expect("gemv", name.replace("w", "out"), to, FLOATS, [len(row_of) if out_row is None else "P", w.shape[1]])
+            expect_rows("gemv", name, weight, ROW_ALIGNMENT[format])
+            expect_rows("gemv", name.replace("w", "out"), to)
+    expect_rows("gemv", "codes", codes, 4)
+    expect_rows("gemv", "scale", scale)
+    expect_contiguous("gemv", "row_of", row_of)
+    expect_contiguous("gemv", "chunks", chunks)

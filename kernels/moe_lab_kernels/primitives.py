@@ -1,0 +1,94 @@
+"""Device code shared by the kernels: 64-bit offsets, casts that round alike everywhere, byte dot products.
+
+`NATIVE` picks NVIDIA's instructions; the plain twin gives the same integers on every other target and in the
+interpreter, which knows no inline assembly. Twins call nothing: a nested call costs the interpreter milliseconds.
+"""
+
+from moe_lab_kernels.backend import INTERPRETED, jit, tl
+
+INTERPRET = tl.constexpr(INTERPRETED)
+
+
+@jit
+def offset64(index, stride):
+    """index * stride in 64 bits: expert 8 of a [9, 16384, 16384] weight starts at 2^31, past what 32 bits hold."""
+    return index.to(tl.int64) * stride
+
+
+@jit
+def to_f32(x):
+    """fp32 from fp32, fp16 or bf16. The interpreter keeps bf16 as raw bits, so those are widened by hand."""
+    if INTERPRET and x.dtype == tl.bfloat16:
+        out = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(tl.float32)
+    return out
+
+
+@jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 rounded to nearest even in `dtype`. The interpreter's own fp32 -> bf16 cast truncates."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        out = tl.where(x == x, even, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        out = x.to(dtype)
+    return out
+
+
+@jit
+def dot(a, b):
+    """a @ b in fp32 without TF32. The interpreter multiplies bf16 and fp8 bit patterns, so it gets fp32 there."""
+    if INTERPRET:
+        a, b = to_f32(a), to_f32(b)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def dp4a(a, b, c, NATIVE: tl.constexpr):
+    """c + the dot of the four signed bytes of a and of b; all int32."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = ((a << 24) >> 24) * ((b << 24) >> 24) + ((a << 16) >> 24) * ((b << 16) >> 24)
+        out = low + ((a << 8) >> 24) * ((b << 8) >> 24) + (a >> 24) * (b >> 24) + c
+    return out
+
+
+@jit
+def sum4(a, NATIVE: tl.constexpr):
+    """The sum of the four signed bytes of an int32."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, 0x01010101, 0;", "=r,r", [a], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = ((a << 24) >> 24) + ((a << 16) >> 24) + ((a << 8) >> 24) + (a >> 24)
+    return out
+
+
+@jit
+def dp2a_lo(a, b, NATIVE: tl.constexpr):
+    """The dot of a's two signed halves with b's signed bytes 0 and 1; all int32."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "dp2a.lo.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = ((a << 16) >> 16) * ((b << 24) >> 24) + (a >> 16) * ((b << 16) >> 24)
+    return out
+
+
+@jit
+def dp2a_hi(a, b, NATIVE: tl.constexpr):
+    """The dot of a's two signed halves with b's signed bytes 2 and 3; all int32."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "dp2a.hi.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = ((a << 16) >> 16) * ((b << 8) >> 24) + (a >> 16) * (b >> 24)
+    return out

@@ -1,0 +1,127 @@
+"""MoE Lab: open a Mixture-of-Experts model, see where its tokens, bytes and milliseconds go, compare its arms.
+
+`import moe_lab as lab` needs torch, triton and numpy alone and loads nothing else: each public name is imported on
+first use, and a missing optional package is named then, with the extra that installs it.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+# Everything here works on tensors; loading torch now keeps its 200 MB out of what opening a file seems to cost.
+import torch as _torch  # noqa: F401
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it; a dotted target after the colon, or the module itself when there is none.
+_PUBLIC = {
+    "CheckpointError": "errors:CheckpointError",
+    "ExpertCache": "stream.cache:ExpertCache",
+    "ExpertPlan": "routing:ExpertPlan",
+    "FORMATS": "formats:FORMATS",
+    "LabError": "errors:LabError",
+    "LabTypeError": "errors:LabTypeError",
+    "MissingExtra": "errors:MissingExtra",
+    "MoELayer": "layer:MoELayer",
+    "MoEOutput": "layer:MoEOutput",
+    "MoESpec": "spec:MoESpec",
+    "Options": "layer:Options",
+    "QuantTensor": "formats:QuantTensor",
+    "RouterSpec": "spec:RouterSpec",
+    "Routing": "routing:Routing",
+    "RoutingTrace": "trace:RoutingTrace",
+    "SharedSpec": "spec:SharedSpec",
+    "compare": "parity:compare",
+    "errors": "errors",
+    "explore": "explore",
+    "open": "open:open",
+    "plan": "routing:plan",
+    "plot": "plots",
+    "quantize": "formats:quantize",
+    "record": "timing:record",
+    "route": "routing:route",
+    "sample": "sample:sample",
+    "simulate": "simulate:simulate",
+    "tolerances": "tolerances",
+}
+
+__all__ = [
+    "FORMATS",
+    "CheckpointError",
+    "ExpertCache",
+    "ExpertPlan",
+    "LabError",
+    "LabTypeError",
+    "MissingExtra",
+    "MoELayer",
+    "MoEOutput",
+    "MoESpec",
+    "Options",
+    "QuantTensor",
+    "RouterSpec",
+    "Routing",
+    "RoutingTrace",
+    "SharedSpec",
+    "__version__",
+    "compare",
+    "errors",
+    "explore",
+    "open",
+    "plan",
+    "plot",
+    "quantize",
+    "record",
+    "route",
+    "sample",
+    "simulate",
+    "tolerances",
+]
+
+if TYPE_CHECKING:
+    from moe_lab import errors as errors
+    from moe_lab import explore as explore
+    from moe_lab import plots as plot
+    from moe_lab import tolerances as tolerances
+    from moe_lab.errors import CheckpointError, LabError, LabTypeError, MissingExtra
+    from moe_lab.formats import FORMATS, QuantTensor, quantize
+    from moe_lab.layer import MoELayer, MoEOutput, Options
+    from moe_lab.open import open
+    from moe_lab.parity import compare
+    from moe_lab.routing import ExpertPlan, Routing, plan, route
+    from moe_lab.sample import sample
+    from moe_lab.simulate import simulate
+    from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
+    from moe_lab.stream.cache import ExpertCache
+    from moe_lab.timing import record
+    from moe_lab.trace import RoutingTrace
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'moe_lab' has no attribute {name!r}")
+    where, _, attribute = _PUBLIC[name].partition(":")
+    module = import_module(f"moe_lab.{where}")
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+class _Package(ModuleType):
+    """Keeps `lab.open(...)` a function.
+
+    Importing the submodule `moe_lab.open` makes Python bind that module as an attribute of the package, over the public
+    function of the same name (likewise `sample` and `simulate`). Whichever comes first, the function is the public one.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        shadows = isinstance(value, ModuleType) and ":" in _PUBLIC.get(name, "")
+        if not shadows:
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,168 @@
+"""What an arm is: one way of executing the experts' mathematics.
+
+An arm gets rows, the experts' weights (some slots hold them) and a schedule, and writes each (token, slot) pair's
+down row. Routing, fetching and combining happen elsewhere and are the same for every arm.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from moe_lab._types import Tensor
+from moe_lab.errors import LabError
+from moe_lab.formats import QuantTensor
+from moe_lab.routing import ExpertPlan
+from moe_lab.spec import MoESpec
+
+
+class Group(NamedTuple):
+    """One expert's pairs within a step: pairs `first` .. `first + rows - 1` of the schedule."""
+
+    expert: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """The order of work. token, slot int64 [P]: pair p is slot `slot[p]` of token `token[p]`.
+
+    `steps`: each a list of groups handed over together (one submission); a group's pairs are contiguous.
+    """
+
+    token: Tensor
+    slot: Tensor
+    steps: tuple[tuple[Group, ...], ...]
+
+
+class ExpertStack:
+    """Expert weights at hand: gate and up [S, F, D], down [S, D, F], and which slot holds which expert.
+
+    Remembers what the CPU paths decode from a slot (fp32 values, integer forms) for as long as it lives: for ever when
+    the layer is resident, one wave of experts when streamed.
+    """
+
+    def __init__(self, gate: QuantTensor, up: QuantTensor, down: QuantTensor, slot_of: dict[int, int]) -> None:
+        self.gate, self.up, self.down, self.slot_of = gate, up, down, slot_of
+        self._decoded: dict[tuple[str, str, int], object] = {}
+
+    def part(self, name: str) -> QuantTensor:
+        """"gate", "up" or "down", stacked over slots."""
+        return getattr(self, name)
+
+    def matrix(self, part: str, expert: int) -> QuantTensor:
+        """One expert's matrix as raw bytes."""
+        return self.part(part)[self.slot_of[expert]]
+
+    def values(self, part: str, expert: int) -> Tensor:
+        """One expert's matrix in fp32 [N, Kd]."""
+        return self._remember("values", part, expert, QuantTensor.dequantize)
+
+    def integers(self, part: str, expert: int):
+        """One expert's matrix as an IntegerForm."""
+        return self._remember("integers", part, expert, lambda q: q.codec.integer_form(q.data))
+
+    def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], object]):
+        key = (kind, part, self.slot_of[expert])
+        if key not in self._decoded:
+            self._decoded[key] = decode(self.matrix(part, expert))
+        return self._decoded[key]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's three matrices."""
+        return sum(q.nbytes // max(1, len(q)) for q in (self.gate, self.up, self.down))
+
+
+@dataclass(slots=True)
+class Work:
+    """What a call did, counted as it happens. `products`: matrix products of the torch paths (kernels count themselves)."""
+
+    submissions: int = 0
+    products: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArmContext:
+    """What an arm may know besides rows and weights."""
+
+    spec: MoESpec
+    backend: Literal["cuda", "interpreter", "torch"]
+    store_dtype: torch.dtype
+    chunk_rows: int = 8
+    work: Work = field(default_factory=Work)
+
+    def store(self, t: Tensor) -> Tensor:
+        """Pass `t` through the stored dtype: one rounding, none when it has it already."""
+        return t.to(self.store_dtype)
+
+
+@runtime_checkable
+class Arm(Protocol):
+    """A user's own arm has these two members and may be passed wherever a name is taken."""
+
+    name: str
+
+    def supports(self, formats: Sequence[str], backend: str) -> str | None:
+        """None when the arm serves these weight formats on this backend, else the reason why not."""
+        ...
+
+    def experts(self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext) -> None:
+        """Write y[token, slot] (y is [T, K, D]) for every pair of `groups` from rows x [T, D]."""
+        ...
+
+
+def batched_schedule(plan: ExpertPlan) -> Schedule:
+    """All groups in one step, experts ascending. Reads the plan back to the host."""
+    counts = plan.counts.tolist()
+    groups, first = [], 0
+    for expert, rows in enumerate(counts):
+        if rows:
+            groups.append(Group(expert, first, rows))
+            first += rows
+    steps = (tuple(groups),) if groups else ()
+    return Schedule(plan.token[:first].long(), plan.slot[:first].long(), steps)
+
+
+def per_token_schedule(plan: ExpertPlan) -> Schedule:
+    """One step a token, experts ascending within it; tokens without picks have no step."""
+    batched = batched_schedule(plan)
+    order = torch.sort(batched.token, stable=True).indices
+    expert_of = torch.repeat_interleave(torch.arange(len(plan.counts), device=plan.counts.device), plan.counts.long())
+    token, slot, expert = batched.token[order], batched.slot[order], expert_of[order]
+    steps: dict[int, list[Group]] = {}
+    for p, (t, e) in enumerate(zip(token.tolist(), expert.tolist(), strict=True)):
+        groups = steps.setdefault(t, [])
+        if groups and groups[-1].expert == e:
+            groups[-1] = Group(e, groups[-1].first, groups[-1].rows + 1)
+        else:
+            groups.append(Group(e, p, 1))
+    return Schedule(token, slot, tuple(tuple(g) for g in steps.values()))
+
+
+def waves(groups: Sequence[Group], slots: int) -> Iterable[tuple[Group, ...]]:
+    """Cut a step on expert boundaries into runs of at most `slots` experts."""
+    if slots < 1:
+        raise LabError(f"a cache of {slots} slots holds no expert; wanted at least 1.")
+    for i in range(0, len(groups), slots):
+        yield tuple(groups[i : i + slots])
+
+
+def activate(gate: Tensor, up: Tensor, ctx: ArmContext) -> Tensor:
+    """h = act(gate) * up in fp32 with one rounding to gate's dtype; the spec's clamp applied. [P, F]."""
+    from moe_lab_kernels import activation
+
+    compiled = ctx.backend != "torch"
+    spec = ctx.spec
+    if spec.limit is not None and spec.limit_mode != "before":
+        raise LabError(f"limit_mode={spec.limit_mode!r} has no activation kernel; only 'before' has.")
+    if spec.activation == "silu":
+        op = activation.swiglu if compiled else activation.swiglu_ref
+    elif spec.activation == "gelu_tanh":
+        op = activation.geglu if compiled else activation.geglu_ref
+    else:
+        raise LabError(f"activation {spec.activation!r} is not one of silu, gelu_tanh.")
+    return op(gate, up, limit=spec.limit)

@@ -1,0 +1,1 @@
+"""Measuring: the fixed workloads, and the clock that every benchmark uses."""

@@ -1,0 +1,50 @@
+"""`moe-lab run`: a model's MoE layers on recorded or synthetic rows, with the time breakdown."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from moe_lab.activations import Inputs
+from moe_lab.errors import LabError
+from moe_lab.open import Checkpoint
+from moe_lab.open import open as open_checkpoint
+from moe_lab.stream.cache import ExpertCache
+from moe_lab.timing import record
+
+
+def layer_numbers(ckpt: Checkpoint, layer: str) -> list[int]:
+    """ "all" or one number. LabError when the file has no such MoE layer."""
+    if not ckpt.moe_layers:
+        raise LabError(f"{ckpt.path} holds no MoE layer.")
+    if layer == "all":
+        return list(ckpt.moe_layers)
+    if not layer.isdigit() or int(layer) not in ckpt.moe_layers:
+        raise LabError(f"--layer {layer}: {ckpt.path} has MoE layers {', '.join(map(str, ckpt.moe_layers))} (or all).")
+    return [int(layer)]
+
+
+def run_layers(
+    file: Path, *, layer: str, tokens: int, arm: str, cache_gib: float | None, cache_slots: int | None, device: str, recorded: Path | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Timing rows, one a layer, and notes. Resident layers are called once before the clock counts; streamed runs start cold."""
+    if tokens < 0:
+        raise LabError(f"--tokens {tokens}: wanted 0 or more.")
+    with ExitStack() as stack:
+        ckpt = open_checkpoint(file)
+        numbers = layer_numbers(ckpt, layer)
+        assert ckpt.spec is not None
+        rows = Inputs(file, ckpt.spec.d_model, tokens, recorded)
+        streamed = cache_gib is not None or cache_slots is not None
+        cache = stack.enter_context(ExpertCache(slots=cache_slots, gib=cache_gib)) if streamed else None
+        layers = [ckpt.layer(n, device=device, cache=cache) for n in numbers]
+        inputs = [rows.layer(n).to(device) for n in numbers]
+        if cache is None:
+            for moe, x in zip(layers, inputs, strict=True):
+                moe(x, arm)
+        with record() as rec:
+            for moe, x in zip(layers, inputs, strict=True):
+                moe(x, arm)
+        table = rec.timings
+        warning = ": no claim about routing" if rows.synthetic else ""
+        notes = [rows.about + warning, "resident, warmed up by one call" if cache is None else f"streamed, cold: {cache!r}"]
+        return table.to_dict("records"), notes

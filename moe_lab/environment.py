@@ -1,0 +1,63 @@
+"""What a number was measured on: versions, device, backend, commit. Every record and report carries it."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def backend() -> str:
+    """The backend that device="auto" work takes here: "cuda", "interpreter" (TRITON_INTERPRET=1) or "torch"."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    return "cuda" if torch.cuda.is_available() else "torch"
+
+
+def environment() -> dict[str, str]:
+    """Keys: moe_lab, commit, python, torch, triton, numpy, backend, device, threads, system. Never raises."""
+    return {
+        "moe_lab": _version("moe-lab"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "numpy": _version("numpy"),
+        "backend": backend(),
+        "device": _device(),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit() -> str:
+    """Short commit of the source tree this package runs from, "+" after it when files differ; "none" in a wheel."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return "none"
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return found.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,6 @@
+"""Reports: a notebook executed and written as one HTML file that works with the network off."""
+
+from moe_lab.report.execute import CellError
+from moe_lab.report.run import Report, run, show_progress
+
+__all__ = ["CellError", "Report", "run", "show_progress"]

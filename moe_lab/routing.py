@@ -1,0 +1,262 @@
+"""From router logits to picks, and from picks to per-expert groups.
+
+T tokens, R scores a token (E experts + zero-computation experts), K picks. `route` is the torch reference of the whole
+pipeline: scores, sums and norms in float64, rounded once to fp32, so that host and device agree. Selection is by value
+descending, then id ascending, always. `plan` sorts the (token, slot) pairs by expert, stably. Neither knows weights.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moe_lab._types import Float, Int, Tensor
+from moe_lab.errors import LabError, LabTypeError
+from moe_lab.spec import RouterSpec
+
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Picks of T tokens: `ids` int32 [T, K], `weights` fp32 [T, K]; slot k is the router's rank k.
+
+    `affected_rows` int32 0-d, on the ids' device: rows whose logits held a NaN or +inf. `width` is R when known: ids in
+    E..R-1 are zero-computation experts; -1 is a skipped slot. LabTypeError for other dtypes, LabError for other shapes.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    affected_rows: Tensor | None = None
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype not in ID_DTYPES:
+            raise LabTypeError(f"Routing.ids are int32 or int64, got {self.ids.dtype}.")
+        if not self.weights.is_floating_point():
+            raise LabTypeError(f"Routing.weights are floating point, got {self.weights.dtype}.")
+        if self.ids.ndim != 2 or self.ids.shape != self.weights.shape:
+            raise LabError(f"Routing wants ids and weights [T, K], got {tuple(self.ids.shape)} and {tuple(self.weights.shape)}.")
+        if self.ids.device != self.weights.device:
+            raise LabError(f"Routing.ids live on {self.ids.device} but the weights on {self.weights.device}.")
+        if self.ids.dtype == torch.int64 and self.ids.numel() and self.ids.abs().max() > 2**31 - 1:
+            raise LabError("Routing.ids hold values beyond 32 bits.")
+        object.__setattr__(self, "ids", self.ids.to(torch.int32).contiguous())
+        object.__setattr__(self, "weights", self.weights.float().contiguous())
+        if self.affected_rows is None:
+            object.__setattr__(self, "affected_rows", torch.zeros((), dtype=torch.int32, device=self.ids.device))
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.ids.shape[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPlan:
+    """(token, slot) pairs sorted by expert, stable in (token, slot).
+
+    counts int32 [E]; offsets int32 [E + 1]; token, slot int32 and weight fp32 [T*K]: pair p of expert e stands at
+    offsets[e] <= p < offsets[e + 1]; entries past offsets[E] are undefined. `invalid` int32 0-d counts ids that are
+    neither an expert, a zero expert nor -1 (possible on the device only; the host raises).
+    """
+
+    counts: Tensor
+    offsets: Tensor
+    token: Tensor
+    slot: Tensor
+    weight: Tensor
+    invalid: Tensor
+
+
+def route(
+    logits: Float[Tensor, "T R"],
+    spec: RouterSpec,
+    *,
+    correction_bias: Float[Tensor, " R"] | None = None,
+    hash_table: Int[Tensor, "V K"] | None = None,
+    token_ids: Int[Tensor, " T"] | None = None,
+    per_expert_scale: Float[Tensor, " E"] | None = None,
+    checked: bool = False,
+    backend: Literal["auto", "torch", "triton"] = "auto",
+) -> Routing:
+    """Pick K experts a token and weigh them, as `spec` says.
+
+    A NaN logit counts as -inf and weighs 0; 0/0 in the normalisation is 0; +inf takes the whole softmax. `checked`
+    raises LabError naming the first row with a NaN or +inf instead. LabError for widths that disagree.
+    """
+    if backend not in ("auto", "torch"):
+        raise LabError(f"route has no backend {backend!r} here; it runs as 'torch' on any device ('auto' takes it).")
+    _check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
+    raw = logits.double()
+    nan = raw.isnan()
+    bad = (nan | (raw == float("inf"))).any(-1)
+    if checked and bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise LabError(f"row {row} of the logits holds NaN or +inf ({int(bad.sum())} of {len(bad)} rows do).")
+    z = raw.masked_fill(nan, float("-inf")) / spec.temperature
+    if spec.softcap is not None:
+        z = spec.softcap * torch.tanh(z / spec.softcap)
+        z = z.masked_fill(nan, float("-inf"))
+    if spec.weights_from == "sparsemixer":
+        ids, w = _sparsemixer(z, spec.jitter_eps)
+    else:
+        s = _score(z, spec.score).masked_fill(nan, 0.0)
+        ids = _select(z if spec.score == "none" else s, nan, spec, correction_bias, hash_table, token_ids)
+        w = _weights(z, s, ids, spec)
+    w = _normalise(w, spec)
+    if spec.scale_on == "weights":
+        w = w * spec.scale
+    if per_expert_scale is not None:
+        known = ids < spec.num_experts
+        w = torch.where(known, w * per_expert_scale.double()[ids.clamp(max=spec.num_experts - 1)], w)
+    return Routing(ids.to(torch.int32), w.float(), bad.sum().to(torch.int32), spec.width)
+
+
+def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None:
+    if not logits.is_floating_point():
+        raise LabTypeError(f"logits are floating point [T, R], got {logits.dtype}.")
+    if logits.ndim != 2 or logits.shape[1] != spec.width:
+        raise LabError(
+            f"logits have shape {tuple(logits.shape)}, but the router scores R={spec.width} "
+            f"({spec.num_experts} experts + {spec.zero_experts} zero experts): wanted [T, {spec.width}]."
+        )
+    if bias is not None and tuple(bias.shape) != (spec.width,):
+        raise LabError(f"correction_bias has shape {tuple(bias.shape)}; wanted [R] = [{spec.width}], zero experts included.")
+    if per_expert_scale is not None and tuple(per_expert_scale.shape) != (spec.num_experts,):
+        raise LabError(f"per_expert_scale has shape {tuple(per_expert_scale.shape)}; wanted [E] = [{spec.num_experts}].")
+    if spec.hash_routing:
+        _check_hash(logits, spec, table, token_ids)
+    elif table is not None:
+        raise LabError("a hash_table was given, but spec.hash_routing is False.")
+
+
+def _check_hash(logits, spec, table, token_ids) -> None:
+    if table is None or token_ids is None:
+        missing = "hash_table" if table is None else "token_ids"
+        raise LabError(f"hash routing takes experts from tid2eid[token_id]: {missing} is missing.")
+    for name, t in (("hash_table", table), ("token_ids", token_ids)):
+        if t.dtype not in ID_DTYPES:
+            raise LabTypeError(f"{name} is int32 or int64, got {t.dtype}.")
+    if table.ndim != 2 or table.shape[1] != spec.top_k:
+        raise LabError(f"hash_table has shape {tuple(table.shape)}; wanted [V, K] with K={spec.top_k}.")
+    if tuple(token_ids.shape) != (logits.shape[0],):
+        raise LabError(f"token_ids have shape {tuple(token_ids.shape)}; wanted [T] = [{logits.shape[0]}].")
+    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= spec.width):
+        raise LabError(f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{spec.width - 1}.")
+    outside = (token_ids < 0) | (token_ids >= table.shape[0])
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
+
+
+def softmax64(z: Tensor) -> Tensor:
+    """Softmax over the last axis, total: +inf entries share the mass; a row of -inf gives zeros."""
+    top = z.amax(-1, keepdim=True)
+    infinite = top == float("inf")
+    shifted = torch.where(torch.isinf(top), torch.zeros_like(z), z - top)
+    e = torch.where(infinite, (z == float("inf")).double(), torch.exp(shifted))
+    e = torch.where(top == float("-inf"), torch.zeros_like(e), e)
+    return safe_divide(e, e.sum(-1, keepdim=True))
+
+
+def safe_divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b with 0/0 = 0."""
+    return torch.where(b == 0, torch.zeros_like(a), a / torch.where(b == 0, torch.ones_like(b), b))
+
+
+def _score(z: Tensor, kind: str) -> Tensor:
+    if kind == "softmax":
+        return softmax64(z)
+    if kind == "sigmoid":
+        return torch.sigmoid(z)
+    if kind == "sqrt_softplus":
+        # log1p form: torch's softplus switches to the identity above its threshold
+        return torch.sqrt(z.clamp(min=0) + torch.log1p(torch.exp(-z.abs())))
+    return z
+
+
+def top_ids(values: Tensor, k: int) -> Tensor:
+    """Ids of the k largest of the last axis: value descending, then id ascending (torch.topk promises no order)."""
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _select(choice: Tensor, nan: Tensor, spec: RouterSpec, bias, table, token_ids) -> Tensor:
+    if spec.hash_routing:
+        return table.long()[token_ids.long()].to(choice.device)
+    c = choice if bias is None else choice + bias.double()
+    c = c.masked_fill(nan | c.isnan(), float("-inf"))
+    if spec.n_group > 1:
+        c = _group_limit(c, spec)
+    return top_ids(c, spec.top_k)
+
+
+def _group_limit(c: Tensor, spec: RouterSpec) -> Tensor:
+    groups = c.unflatten(-1, (spec.n_group, -1))
+    if spec.group_score == "max":
+        score = groups.amax(-1)
+    else:
+        score = torch.sort(groups, -1, descending=True).values[..., :2].sum(-1)
+    keep = torch.zeros_like(score, dtype=torch.bool).scatter(-1, top_ids(score, spec.topk_group), True)
+    return torch.where(keep.unsqueeze(-1), groups, torch.full_like(groups, spec.group_fill)).flatten(-2)
+
+
+def _weights(z: Tensor, s: Tensor, ids: Tensor, spec: RouterSpec) -> Tensor:
+    if spec.weights_from == "score":
+        return s.gather(-1, ids)
+    picked = z.gather(-1, ids)
+    if spec.weights_from == "softmax_topk":
+        return softmax64(picked)
+    return torch.sigmoid(picked)
+
+
+def _normalise(w: Tensor, spec: RouterSpec) -> Tensor:
+    if not spec.normalize:
+        return w
+    total = w.sum(-1, keepdim=True)
+    return safe_divide(w, total + spec.norm_eps if spec.norm_kind == "add" else total.clamp(min=spec.norm_eps))
+
+
+def _sparsemixer(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Two arg-max rounds (Phi-3.5): in each, experts far below the best are dropped before the softmax."""
+    rest, ids, weights = z, [], []
+    for _ in range(2):
+        best = top_ids(rest, 1)
+        top = rest.gather(-1, best)
+        dropped = (top - z) / torch.maximum(z.abs(), top) > 2 * eps
+        weights.append(softmax64(rest.masked_fill(dropped, float("-inf"))).gather(-1, best))
+        ids.append(best)
+        rest = rest.scatter(-1, best, float("-inf"))
+    return torch.cat(ids, -1), torch.cat(weights, -1)
+
+
+def plan(routing: Routing, num_experts: int) -> ExpertPlan:
+    """Group the pairs of `routing` by expert. -1 and zero-computation experts (E <= id < R) are left out.
+
+    On CPU any other id raises LabError naming the token; on the device it is left out and counted in `.invalid`.
+    """
+    ids, t, k = routing.ids, routing.tokens, routing.top_k
+    width = max(num_experts, routing.width or num_experts)
+    wrong = (ids < -1) | (ids >= width)
+    if not ids.is_cuda and bool(wrong.any()):
+        token, slot = (int(v) for v in wrong.nonzero()[0])
+        raise LabError(f"routing.ids[{token}, {slot}] is {int(ids[token, slot])}; wanted -1 (skip) or 0..{width - 1}.")
+    flat = ids.reshape(-1)
+    key = torch.where((flat >= 0) & (flat < num_experts), flat, torch.full_like(flat, num_experts))
+    order = torch.sort(key, stable=True).indices
+    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts].to(torch.int32)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets[1:] = counts.cumsum(0)
+    return ExpertPlan(
+        counts=counts,
+        offsets=offsets,
+        token=(order // max(k, 1)).to(torch.int32),
+        slot=(order % max(k, 1)).to(torch.int32),
+        weight=routing.weights.reshape(-1)[order],
+        invalid=wrong.sum().to(torch.int32),
+    )

@@ -1,0 +1,321 @@
+"""The expert cache: a fixed number of slots, filled from a file by background threads, lent out by lease.
+
+    with ExpertCache(slots=8) as cache:
+        cache.bind(source, "cpu")
+        for wave in cache.waves(experts):
+            with cache.lease(source, layer, wave) as lease:
+                gate = lease.views("gate")      # uint8 [S, N, row_bytes]; expert i of the wave is gate[lease.slots[i]]
+
+The cache changes when bytes arrive, never which expert runs. All bookkeeping happens under one lock that no read and no
+wait holds. Rules of one request: all its keys are pinned before a victim is chosen, victims come from slots nobody
+holds, and only then do reads start.
+"""
+
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moe_lab.errors import LabError, LabTypeError
+from moe_lab.stream.arena import DeviceArena, HostArena
+from moe_lab.stream.fills import Entry, Partition
+from moe_lab.stream.lease import Lease
+from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
+from moe_lab.stream.reader import MAX_THREADS, ReaderPool
+from moe_lab.stream.slots import SlotTable, distinct, split_slots, split_waves
+from moe_lab.stream.source import ExpertSource
+
+WAIT_S = 30.0
+
+
+class ExpertCache:
+    """`slots` experts, or as many as `gib` GiB hold, kept ready under `policy` (a name or your own object).
+
+    `per_layer`: the slots are split evenly over the layers, each with a policy of its own. `threads` read in the
+    background. Memory is taken at the first `bind`. Counters: hits and misses (experts read), each counted once a
+    request; bytes_read. Safe to use from several threads. Raises LabError for options that cannot work.
+    """
+
+    def __init__(
+        self,
+        slots: int | None = None,
+        gib: float | None = None,
+        policy: str | Policy | object = "lru",
+        per_layer: bool = False,
+        threads: int = 4,
+    ) -> None:
+        _check_size(slots, gib)
+        if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+            raise LabError(f"threads={threads!r} reader threads: wanted 1..{MAX_THREADS}.")
+        self._slots, self._gib, self._per_layer, self._threads = slots, gib, per_layer, threads
+        self._policy = policy
+        make_policy(policy)  # refuse an unknown name now, not at the first layer
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._source: ExpertSource | None = None
+        self._device: torch.device | None = None
+        self._arena: HostArena | DeviceArena | None = None
+        self._by_layer: dict[int, Partition] = {}
+        self._partitions: list[Partition] = []
+        self._stop = lambda: None
+        self._hits = 0
+        self._dropped: deque[Lease] = deque()
+
+    def __enter__(self) -> "ExpertCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        size = f"slots={self.slots}" if self.slots is not None else f"gib={self._gib}"
+        return f"ExpertCache({size}, policy={self.policy!r}, hits={self.hits}, misses={self.misses})"
+
+    @property
+    def policy(self) -> str:
+        """The policy's name, as tables show it."""
+        return policy_name(self._policy)
+
+    @property
+    def slots(self) -> int | None:
+        """Experts that fit, over all layers. None while `gib` waits for the first `bind` to learn an expert's size."""
+        return self._slots
+
+    @property
+    def hits(self) -> int:
+        """Distinct experts a request found in the cache (or on their way), summed over requests that succeeded."""
+        return self._hits
+
+    @property
+    def misses(self) -> int:
+        """Experts read."""
+        return sum(part.misses for part in self._partitions)
+
+    @property
+    def bytes_read(self) -> int:
+        """File bytes of the experts read."""
+        return sum(part.bytes_read for part in self._partitions)
+
+    def bind(self, source: ExpertSource, device: str | torch.device) -> None:
+        """Take the memory on `device` and start the readers; again with the same source and device does nothing.
+
+        Raises LabError for a second source or device, and when the memory cannot be had; CheckpointError when the file
+        changed since its header was read.
+        """
+        where = _device(device)
+        with self._lock:
+            self._require_open()
+            if self._source is None:
+                self._build(source, where)
+            else:
+                self._require_same(source, where)
+
+    def waves(self, experts: Iterable[int]) -> list[Sequence[int]]:
+        """Distinct experts, ascending, in groups that fit the cache at once; each expert is in exactly one."""
+        with self._lock:
+            self._require_bound()
+            return split_waves(distinct(experts), min(len(part.table.slots) for part in self._partitions))
+
+    def slots_for(self, layer: int) -> int:
+        """Experts of `layer` that can be held at once: all slots, or the layer's share of them."""
+        with self._lock:
+            self._require_bound()
+            assert self._source is not None
+            self._source.check_experts(layer, ())
+            return len(self._by_layer[layer].table.slots)
+
+    def lease(self, source: ExpertSource, layer: int, experts: Iterable[int], *, timeout_s: float = WAIT_S) -> Lease:
+        """Hold `experts` of `layer` in slots, reading those that are absent; returns when all bytes are in place.
+
+        Raises LabError when there are more distinct experts than slots, or when no slot gets free within `timeout_s`;
+        CheckpointError, naming layer, expert and file, when a read fails (the next request tries it again).
+        """
+        lease = Lease(layer, [int(e) for e in experts], self._release, self._dropped)
+        with self._lock:
+            self._require_bound()
+            self._require_same(source, None)
+            try:
+                self._end_dropped()
+                self._plan(lease, timeout_s)
+                self._complete(lease)
+            except BaseException:
+                self._recover(lease)
+                raise
+        return lease
+
+    def close(self) -> None:
+        """End the reader threads and give the memory back (open leases keep theirs). A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        self._stop()
+        with self._lock:
+            if self._arena is not None:
+                self._arena.drop()
+
+    def _build(self, source: ExpertSource, device: torch.device) -> None:
+        slots = self._slots if self._gib is None else _slots_in(self._gib, source)
+        assert slots is not None
+        shares = split_slots(slots, source.layers, self._per_layer)
+        arena = (
+            HostArena(slots, source.slot_bytes)
+            if device.type == "cpu"
+            else DeviceArena(slots, source.slot_bytes, device, buffers=self._threads + 2)
+        )
+        pool = ReaderPool(source.open(), self._threads)
+        self._stop = weakref.finalize(self, pool.close)
+        make = policy_factory(self._policy) if self._per_layer else (lambda: make_policy(self._policy))
+        by_share: dict[range, Partition] = {}
+        for share in shares.values():
+            if share not in by_share:
+                by_share[share] = Partition(SlotTable(share, make()), source, arena, pool.submit, self._report)
+        self._partitions = list(by_share.values())
+        self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
+        self._source, self._device, self._arena, self._slots = source, device, arena, slots
+
+    def _plan(self, lease: Lease, timeout_s: float) -> None:
+        """Pin the lease's experts, waiting for slots if need be."""
+        assert self._source is not None
+        self._source.check_experts(lease.layer, lease.experts)
+        part = self._by_layer[lease.layer]
+        keys = [(lease.layer, expert) for expert in distinct(lease.experts)]
+        if len(keys) > len(part.table.slots):
+            raise LabError(
+                f"layer {lease.layer} asks for {len(keys)} experts at once, but the cache has {len(part.table.slots)} "
+                "slots for it. Ask in waves (cache.waves(experts)) or give it more slots."
+            )
+        deadline = time.monotonic() + timeout_s
+        while (planned := part.plan(lease.hold, keys)) is None:
+            self._require_hope(part, lease, len(keys), deadline, timeout_s)
+            self._wait(lease, deadline - time.monotonic())
+        lease.entries, lease.misses = planned
+        lease.hits = len(keys) - lease.misses
+
+    def _complete(self, lease: Lease) -> None:
+        """Start the reads and wait until every expert is in place."""
+        assert self._source is not None
+        assert self._arena is not None
+        part = self._by_layer[lease.layer]
+        pending = lease.entries
+        while pending := [entry for entry in pending if not part.advance(entry)]:
+            self._wait(lease, None)
+        self._arena.enter([entry.slot for entry in lease.entries])
+        lease.bytes_read = lease.misses * self._source.expert_nbytes(lease.layer)
+        lease.open(self._arena.tensor, self._source.parts(lease.layer))
+        self._hits += lease.hits
+
+    def _wait(self, lease: Lease, timeout_s: float | None) -> None:
+        begin = time.perf_counter_ns()
+        self._changed.wait(timeout_s)
+        lease.wait_ms += (time.perf_counter_ns() - begin) / 1e6
+        self._require_open()
+        self._end_dropped()
+
+    def _report(self, entry: Entry, error: Exception | None) -> None:
+        """A reader thread ended one job."""
+        with self._lock:
+            try:
+                settled = self._by_layer[entry.key[0]].finish(entry, error)
+            except BaseException:
+                self._changed.notify_all()
+                raise
+            if settled:
+                self._changed.notify_all()
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        assert self._arena is not None
+        try:
+            self._arena.leave([entry.slot for entry in lease.entries])
+            self._by_layer[lease.layer].release(lease.hold, lease.entries)
+            lease.shut()
+        except BaseException:
+            self._recover(lease)
+            raise
+        self._changed.notify_all()
+
+    def _end_dropped(self) -> None:
+        """End leases that were collected without being released."""
+        while self._dropped:
+            self._end(self._dropped.popleft())
+
+    def _recover(self, lease: Lease) -> None:
+        """After an error or interrupt, wherever it struck: the lease holds nothing, no slot or buffer is lost."""
+        lease.shut()
+        for part in self._partitions:
+            part.recover(lease.hold, resubmit=not self._closed)
+        if self._arena is not None:
+            entries = [entry for part in self._partitions for entry in part.entries.values()]
+            self._arena.reclaim([entry.stage for entry in entries if entry.stage is not None])
+        self._changed.notify_all()
+
+    def _require_hope(self, part: Partition, lease: Lease, wanted: int, deadline: float, timeout_s: float) -> None:
+        """LabError when waiting for a slot is over, or cannot help because the caller itself holds the rest."""
+        slots = len(part.table.slots)
+        keys = {(lease.layer, expert) for expert in lease.experts}
+        own = {e.key for e in part.entries.values() if any(h.thread == lease.hold.thread for h in e.holds)}
+        alone = len(own | keys) > slots
+        if alone or time.monotonic() >= deadline:
+            why = "and this thread holds them itself" if alone else f"and none got free in {timeout_s:g} s"
+            raise LabError(
+                f"cache full: {part.held} in use of slots={slots}, {why}; layer {lease.layer} asks for {wanted}. "
+                "End a lease first or give the cache more slots."
+            )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LabError("the expert cache is closed. Make a new one.")
+
+    def _require_bound(self) -> None:
+        self._require_open()
+        if self._source is None:
+            raise LabError("the expert cache has no source yet: call cache.bind(source, device) first.")
+
+    def _require_same(self, source: ExpertSource, device: torch.device | None) -> None:
+        assert self._source is not None
+        if not self._source.same_as(source):
+            raise LabError(
+                f"this expert cache serves {self._source.path}; it cannot serve {source.path} as well "
+                "(or the file changed in between). Make a second cache."
+            )
+        if device is not None and device != self._device:
+            raise LabError(f"this expert cache is on {self._device}, not on {device}. Make a second cache.")
+
+
+def _check_size(slots: int | None, gib: float | None) -> None:
+    if (slots is None) == (gib is None):
+        raise LabError(f"an expert cache wants either slots or gib, got slots={slots!r} and gib={gib!r}.")
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
+        raise LabTypeError(f"slots={slots!r} is a {type(slots).__name__}; wanted a whole number of experts.")
+    if slots is not None and slots < 1:
+        raise LabError(f"slots={slots}: an expert cache wants at least 1.")
+    if gib is not None and not (math.isfinite(gib) and gib > 0):
+        raise LabError(f"gib={gib!r}: wanted a size above 0.")
+
+
+def _slots_in(gib: float, source: ExpertSource) -> int:
+    """Slots that `gib` GiB hold, and no more than there are experts."""
+    slots = int(gib * 2**30 // source.slot_bytes)
+    if slots < 1:
+        raise LabError(
+            f"gib={gib} is {int(gib * 2**30):,} bytes, but one expert of {source.path} takes {source.slot_bytes:,}. "
+            "Give it more."
+        )
+    return min(slots, source.total_experts)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise LabError(f"an expert cache can be on cpu or cuda, not on {where}.")
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if where.type == "cpu" else where

@@ -1,0 +1,89 @@
+"""Where a layer's expert weights come from: resident tensors, or slots filled from a file.
+
+Both hand out, for a run of experts, an `ExpertStack` to compute with; only the streamed one reads, counts and waits.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moe_lab.arms import ExpertStack
+from moe_lab.formats import QuantTensor
+from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.source import ExpertSource
+
+
+class Fetched(NamedTuple):
+    """A stack to compute with and what it cost: cache hits and misses (distinct experts), bytes read for this call."""
+
+    stack: ExpertStack
+    hits: int
+    misses: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentExperts:
+    """All E experts in memory; slot = expert id. Fetching is free and counts nothing."""
+
+    stack: ExpertStack
+
+    @classmethod
+    def of(cls, gate: QuantTensor, up: QuantTensor, down: QuantTensor) -> "ResidentExperts":
+        """Stack [E, F, D], [E, F, D], [E, D, F]."""
+        return cls(ExpertStack(gate, up, down, {e: e for e in range(len(gate))}))
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of gate, up and down."""
+        return tuple(self.stack.part(p).format for p in ("gate", "up", "down"))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.stack.gate.device
+
+    @property
+    def slots(self) -> int:
+        """Experts that fit at once: all of them."""
+        return len(self.stack.gate)
+
+    @contextmanager
+    def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
+        """The stack, as it stands."""
+        yield Fetched(self.stack, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedExperts:
+    """Experts of one layer of a file, held in the slots of a shared cache while they are leased."""
+
+    source: ExpertSource
+    layer: int
+    cache: ExpertCache
+    device: torch.device
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of gate, up and down."""
+        return tuple(part.format for part in self.source.parts(self.layer))
+
+    @property
+    def slots(self) -> int:
+        """Experts that fit at once."""
+        return self.cache.slots_for(self.layer)
+
+    @contextmanager
+    def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
+        """Hold `experts` in slots while the block runs. Reads what is missing; errors name file, layer and expert."""
+        with self.cache.lease(self.source, self.layer, list(experts)) as lease:
+            parts = self.source.parts(self.layer)
+            views = [
+                QuantTensor(view, p.format, (view.shape[0], *p.shape), p.codec)
+                for p, view in ((p, lease.views(p)) for p in parts)
+            ]
+            slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
+            yield Fetched(ExpertStack(*views, slot_of), lease.hits, lease.misses, lease.bytes_read)

@@ -1,0 +1,195 @@
+"""Where one layer call's time went: route, fetch, compute, other.
+
+The columns mean the same in every arm, on every device:
+  route_ms    logits, picks and the plan, until the host knows them
+  fetch_ms    time in which work stood still for want of expert bytes (reads and, on a GPU, their copy)
+  compute_ms  experts, shared expert and the weighted sum
+  other_ms    wall minus the three; never folded into compute
+On CPU the clock is the host's (perf_counter_ns, the work is synchronous). On CUDA each phase is bracketed by events on
+the current stream and read only when a *_ms attribute is asked for: reading waits for the call to finish, timing does
+not. `with record() as rec` collects every call made inside it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from moe_lab.errors import LabError, MissingExtra
+from moe_lab.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Phase = Literal["route", "fetch", "compute"]
+PHASES: tuple[Phase, ...] = ("route", "fetch", "compute")
+
+
+class PhaseClock:
+    """Stamps the phases of one call. Phases must not nest; time in none of them is "other"."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Phase, Any, Any]] = []
+        self._open = False
+        self._start = self._now()
+        self._end: Any = None
+
+    def _now(self) -> Any:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter_ns()
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Time spent inside counts as `name`, also when it ends in an exception."""
+        if self._open:
+            raise LabError(f"phase {name!r} opened inside another phase: phases must not overlap.")
+        self._open, begin = True, self._now()
+        try:
+            yield
+        finally:
+            self._spans.append((name, begin, self._now()))
+            self._open = False
+
+    def stop(self) -> None:
+        """The call is over."""
+        self._end = self._now()
+
+    def synchronize(self) -> None:
+        """Wait for the work so far; on CPU it is already done."""
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds: one entry a phase and "wall". Waits for the call's device work."""
+        if self._end is None:
+            raise LabError("the clock is still running: stop() it before reading.")
+        if self._cuda:
+            self._end.synchronize()
+        between = (lambda a, b: a.elapsed_time(b)) if self._cuda else (lambda a, b: (b - a) / 1e6)
+        total = dict.fromkeys(PHASES, 0.0)
+        for name, begin, end in self._spans:
+            total[name] += between(begin, end)
+        return {**total, "wall": between(self._start, self._end)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One layer call. Times in ms; bytes in bytes.
+
+    `hits`, `misses`: distinct experts asked of the cache (0 and 0 when resident); `bytes_read`: bytes this call fetched;
+    `weight_bytes`: expert bytes the arithmetic walked over (an expert read once for n rows counts once);
+    `submissions`: times work was handed over (1 a wave of experts when batched, 1 a token and wave when not);
+    `launches`: Triton kernels started, or on the torch path matrix products of experts.
+    """
+
+    clock: PhaseClock = field(repr=False)
+    layer: int | None
+    arm: str
+    shared_arm: str | None
+    backend: str
+    tokens: int
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    weight_bytes: int = 0
+    submissions: int = 0
+    launches: int = 0
+
+    @property
+    def route_ms(self) -> float:
+        """Routing and planning."""
+        return self.clock.read()["route"]
+
+    @property
+    def fetch_ms(self) -> float:
+        """Waiting for expert bytes."""
+        return self.clock.read()["fetch"]
+
+    @property
+    def compute_ms(self) -> float:
+        """Experts, shared expert, weighted sum."""
+        return self.clock.read()["compute"]
+
+    @property
+    def wall_ms(self) -> float:
+        """The whole call."""
+        return self.clock.read()["wall"]
+
+    @property
+    def other_ms(self) -> float:
+        """Wall minus the three phases."""
+        t = self.clock.read()
+        return t["wall"] - t["route"] - t["fetch"] - t["compute"]
+
+    def row(self) -> dict[str, Any]:
+        """The record as one table row, columns as documented above."""
+        t = self.clock.read()
+        times = {f"{p}_ms": t[p] for p in PHASES}
+        times["other_ms"] = t["wall"] - sum(t[p] for p in PHASES)
+        names = ("hits", "misses", "bytes_read", "submissions", "launches", "weight_bytes")
+        head = {n: getattr(self, n) for n in ("layer", "arm", "shared_arm", "backend", "tokens")}
+        return {**head, **times, "wall_ms": t["wall"], **{n: getattr(self, n) for n in names}}
+
+
+class Recorder:
+    """Collects the timings and picks of every layer call made inside `record()`."""
+
+    def __init__(self) -> None:
+        self._calls: list[Timing] = []
+        self._picks: list[tuple[int, Any]] = []
+        self._about: dict[str, Any] = {}
+
+    def add(self, timing: Timing, layer: int | None, routing: Any, about: dict[str, Any]) -> None:
+        """Called by the layer at the end of a call."""
+        self._calls.append(timing)
+        self._picks.append((-1 if layer is None else layer, routing))
+        self._about.update(about)
+
+    @property
+    def timings(self) -> "pd.DataFrame":
+        """One row a layer call (see `Timing`)."""
+        try:
+            import pandas as pd
+        except ImportError as e:
+            raise MissingExtra("pandas", "lab", "rec.timings") from e
+        return pd.DataFrame([c.row() for c in self._calls])
+
+    @property
+    def trace(self) -> RoutingTrace:
+        """The picks as a RoutingTrace; calls of one layer follow one another along the token axis."""
+        by_layer: dict[int, list[Any]] = {}
+        for layer, routing in self._picks:
+            by_layer.setdefault(layer, []).append(routing)
+        if not by_layer:
+            raise LabError("nothing was recorded: no layer was called inside record().")
+        ids = {n: torch.cat([r.ids for r in rs]).cpu().numpy() for n, rs in by_layer.items()}
+        weights = {n: torch.cat([r.weights for r in rs]).cpu().numpy() for n, rs in by_layer.items()}
+        return RoutingTrace.from_layers(ids, weights, **self._about)
+
+
+_RECORDERS: ContextVar[tuple[Recorder, ...]] = ContextVar("moe_lab_recorders", default=())
+
+
+@contextmanager
+def record() -> Iterator[Recorder]:
+    """Record every layer call made inside the block (also in nested blocks)."""
+    recorder = Recorder()
+    token = _RECORDERS.set((*_RECORDERS.get(), recorder))
+    try:
+        yield recorder
+    finally:
+        _RECORDERS.reset(token)
+
+
+def emit(timing: Timing, layer: int | None, routing: Any, about: dict[str, Any]) -> None:
+    """Hand one finished call to every open recorder."""
+    for recorder in _RECORDERS.get():
+        recorder.add(timing, layer, routing, about)

@@ -1,0 +1,51 @@
+"""A row's bits are its own: they depend on no other row, no chunk size, no tile, no batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_lab_kernels import gemv
+from tests.support.kernel_cases import alone, gemv_case, same_bits
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+FORMATS = ("q2_k", "q3_k", "q8_0")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_to_eight_rows_a_chunk(format: str) -> None:
+    """The same rows in chunks of 1, 2, .., 8: each pair's row of each run equals the row computed alone."""
+    case = gemv_case(format, 20, 512, [8], slots=1)
+    single = torch.cat([alone(case, p).run().view for p in range(8)])
+    for rows in range(2, 9):
+        chunks = [[0, first, min(rows, 8 - first)] for first in range(0, 8, rows)]
+        got = replace(case, chunks=torch.tensor(chunks, dtype=torch.int32)).run().view
+        assert same_bits(got, single), f"chunks of {rows} rows"
+
+
+@pytest.mark.parametrize("tile", [gemv.Tile(1), gemv.Tile(4, sums=8), gemv.Tile(16), gemv.Tile(32, sums=1)], ids=str)
+def test_the_tile_does_not_show(tile: gemv.Tile) -> None:
+    case = gemv_case("q2_k", 21, 256, [2, 1], slots=2)
+    assert same_bits(replace(case, extra={"tile": tile}).run().view, case.run().view)
+
+
+def test_a_smaller_program_for_few_rows_does_not_show() -> None:
+    case = gemv_case("q3_k", 20, 256, [1, 2, 2, 1], slots=2)
+    assert same_bits(replace(case, extra={"max_rows": 2}).run().view, case.run().view)
+
+
+def test_neighbours_may_hold_anything() -> None:
+    """NaN scales in one row of a chunk leave the other rows' bits alone."""
+    case = gemv_case("q2_k", 20, 256, [4], slots=1, x_rows=4)
+    case.row_of.copy_(torch.arange(4))
+    before = case.run().view
+    case.rows[1][2] = float("nan")
+    after = case.run().view
+    assert after[2].isnan().all()
+    assert same_bits(after[[0, 1, 3]], before[[0, 1, 3]])
+
+
+def test_order_and_company_of_chunks_do_not_show() -> None:
+    case = gemv_case("q8_0", 24, 96, [3, 8, 1, 5])
+    shuffled = case.chunks[torch.tensor([2, 0, 3, 1])].contiguous()
+    assert same_bits(replace(case, chunks=shuffled).run().view, case.run().view)

@@ -1,0 +1,1 @@
+"""What several test files need; nothing here is collected."""

@@ -1,0 +1,99 @@
+"""A pretended `torch.cuda`: streams are queues of work that runs only when somebody waits for it.
+
+`LateArena` queues its copies there too, so a buffer refilled or a slot overwritten too early shows as wrong bytes.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe_lab.stream.arena import DeviceArena, Stage
+
+
+class FakeStream:
+    """Work in order. `run` does all of it; `run_until` does what stands before an event."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.queue.append(event.synchronize)
+
+    def synchronize(self) -> None:
+        while self.queue:
+            work = self.queue.popleft()
+            if isinstance(work, FakeEvent):
+                work.happened = True
+            else:
+                work()
+
+
+class FakeEvent:
+    """Happens when its stream gets to it."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.happened = False
+        self.stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+        stream.queue.append(self)
+
+    def synchronize(self) -> None:
+        while not self.happened:
+            assert self.stream is not None
+            assert self.stream.queue, "waits for an event that is never reached"
+            work = self.stream.queue.popleft()
+            if work is self:
+                self.happened = True
+            elif isinstance(work, FakeEvent):
+                work.happened = True
+            else:
+                work()
+
+
+class FakeCuda:
+    """The names of `torch.cuda` that a device arena uses."""
+
+    Event = FakeEvent
+
+    def __init__(self, free_bytes: int = 1 << 40) -> None:
+        self.streams = [FakeStream(1)]
+        self.current = self.streams[0]
+        self.free_bytes = free_bytes
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(FakeStream(len(self.streams) + 1))
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream: FakeStream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def current_stream(self, device: object) -> FakeStream:
+        return self.current
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return self.free_bytes, self.free_bytes
+
+    def synchronize(self, device: object = None) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+
+class LateArena(DeviceArena):
+    """A device arena in host memory whose copies happen when its stream gets to them."""
+
+    def __init__(self, slots: int, slot_bytes: int, buffers: int, cuda: FakeCuda) -> None:
+        super().__init__(slots, slot_bytes, torch.device("cpu"), buffers, cuda=cuda)
+
+    def _copy(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
+        assert stage.tensor is not None
+        source, target = stage.tensor[:nbytes], self.tensor[slot, :nbytes]
+        stream.queue.append(lambda: target.copy_(source))

@@ -1,0 +1,176 @@
+"""Figures: what they draw, what they say, and what they leave alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+import moe_lab as lab
+from moe_lab.distance import error_bins
+from moe_lab.plots.style import LabFigure, ink_on
+from tests.support import frames
+
+A = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
+    "phases": (lab.plot.phases, frames.timings),
+    "load-heat": (lab.plot.load, frames.random_loads),
+    "load-bars": (lab.plot.load, lambda: frames.random_loads(layers=1)),
+    "batching": (lab.plot.batching, lambda: frames.sweep({"gemv": {1: 1.0, 8: 2.0}, "per_token": {1: 1.0, 8: 8.0}})),
+    "parity": (lab.plot.parity, lambda: error_bins(A + 1e-4, A, arm_a="gemv", arm_b="reference")),
+}
+EVERY = pytest.mark.parametrize("name", DRAWN)
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+@EVERY
+def test_draws_on_the_axes_given_and_returns_them(name: str) -> None:
+    plot, frame = DRAWN[name]
+    axes = Figure().subplots()
+    assert plot(frame(), ax=axes) is axes
+    assert axes.get_title(loc="left")
+    assert "n = " in axes.get_xlabel() or name == "batching"
+
+
+@EVERY
+def test_new_figure_carries_its_finding_as_alt_text(name: str) -> None:
+    plot, frame = DRAWN[name]
+    figure = plot(frame()).figure
+    data, metadata = figure._repr_mimebundle_()
+    assert isinstance(figure, LabFigure)
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert len(metadata["image/png"]["alt"]) > 40
+
+
+@EVERY
+def test_leaves_rcparams_alone_and_never_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plt, "show", lambda *a, **k: pytest.fail("a plot function called show()"))
+    before = mpl.rcParams.copy()
+    DRAWN[name][0](DRAWN[name][1]())
+    assert mpl.rcParams == before
+
+
+@EVERY
+def test_same_frame_same_bytes_on_an_opaque_ground(name: str) -> None:
+    plot, frame = DRAWN[name]
+    first, second = (lab.plot.png(plot(frame()).figure) for _ in range(2))
+    assert first == second
+    assert b"tRNS" not in first
+
+
+@EVERY
+def test_missing_column_is_named(name: str) -> None:
+    plot, frame = DRAWN[name]
+    last = frame().columns[-1]
+    with pytest.raises(lab.LabError, match=f"{last}.*the frame has"):
+        plot(frame().drop(columns=last))
+
+
+@EVERY
+def test_empty_frame_is_refused(name: str) -> None:
+    plot, frame = DRAWN[name]
+    with pytest.raises(lab.LabError, match="without rows"):
+        plot(frame().iloc[:0])
+
+
+def test_phases_bars_add_up_to_the_median_call() -> None:
+    axes = lab.plot.phases(frames.timings(layers=2, reps=3))
+    widths: dict[float, float] = {}
+    for bar in axes.patches:
+        widths[round(bar.get_y(), 3)] = widths.get(round(bar.get_y(), 3), 0.0) + bar.get_width()
+    assert list(widths.values()) == [11.0, 11.0]  # calls take 10, 11, 12 ms
+    assert "median call of n = 3" in axes.get_xlabel()
+
+
+def test_phases_title_names_the_largest_share_and_notes_the_cache() -> None:
+    axes = lab.plot.phases(frames.timings(fetch_ms=6.0, misses=3, reps=2))
+    assert axes.get_title(loc="left").startswith("Fetch takes 60% of the time (arm gemv")
+    assert any(text.get_text() == "10 of 16 from the cache, 6 kB read" for text in axes.texts)
+    assert "30 of 48 expert requests" in axes.figure.alt
+
+
+def test_phases_without_a_cache_notes_no_hits() -> None:
+    df = frames.timings(fetch_ms=0.0).assign(hits=0, misses=0, bytes_read=0)
+    assert not any("cache" in text.get_text() for text in lab.plot.phases(df).texts)
+
+
+def test_load_compares_each_layer_with_its_own_mean() -> None:
+    """A mean over all layers would name layer 1, which is perfectly even."""
+    df = frames.loads({0: [8, 0, 0, 0], 1: [100, 100, 100, 100]})
+    axes = lab.plot.load(df)
+    assert axes.get_title(loc="left") == "Layer 0: expert 0 takes 4.00x the mean load; 38% of experts idle"
+
+
+def test_load_numbers_the_cells_by_expert_busiest_first() -> None:
+    axes = lab.plot.load(frames.loads({0: [1, 5, 3], 7: [2, 2, 9]}))
+    ids = [int(text.get_text()) for text in axes.texts if text.get_text().isdigit()]
+    assert ids == [1, 2, 0, 2, 0, 1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 7"]
+
+
+def test_load_takes_a_trace() -> None:
+    ids = np.array([[[0, 1]], [[0, 2]], [[0, 65535]]], dtype=np.uint16)
+    trace = lab.RoutingTrace(ids=ids, weights=np.ones_like(ids, dtype=np.float16), layers=(5,), num_experts=4, width=4)
+    assert (
+        lab.plot.load(trace).get_title(loc="left") == "Layer 5: expert 0 takes 2.40x the mean load; 25% of experts idle"
+    )
+
+
+def test_batching_states_the_gain_and_marks_where_it_begins() -> None:
+    df = frames.sweep({"gemv": {1: 2.0, 8: 4.0, 64: 16.0}, "per_token": {1: 1.0, 8: 8.0, 64: 64.0}})
+    axes = lab.plot.batching(df)
+    assert axes.figure.get_suptitle() == "At T = 64, gemv is 4.0x faster than per_token (cpu, backend torch)"
+    assert any("from T = 8" in text.get_text() for text in axes.texts)
+    assert len(axes.figure.axes) == 3
+    per_token = [line.get_ydata() for line in axes.lines if line.get_label() == "per_token"]
+    np.testing.assert_allclose(per_token[0], [1000.0, 1000.0, 1000.0])
+
+
+def test_batching_of_one_arm_alone() -> None:
+    axes = lab.plot.batching(frames.sweep({"mine": {1: 1.0, 4: 2.0}}))
+    assert axes.figure.get_suptitle().startswith("mine: time per token falls 2.0x from T = 1 to 4")
+
+
+def test_batching_refuses_two_axes() -> None:
+    with pytest.raises(lab.LabError, match="one Axes or on three, got 2"):
+        lab.plot.batching(DRAWN["batching"][1](), ax=list(Figure().subplots(1, 2)))
+
+
+def test_parity_names_the_worst_pair_and_each_share_of_equal_values() -> None:
+    b = torch.ones(4)
+    near = error_bins(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-23]), b, arm_a="near", arm_b="ref", kind="ulp")
+    far = error_bins(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-20]), b, arm_a="far", arm_b="ref", kind="ulp")
+    axes = lab.plot.parity(pd.concat([near, far]))
+    assert axes.get_title(loc="left") == "far vs ref: no value is more than 15 ULP apart"
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == [
+        "near vs ref (75.0% equal)",
+        "far vs ref (75.0% equal)",
+    ]
+
+
+def test_parity_of_equal_tensors_says_so() -> None:
+    axes = lab.plot.parity(error_bins(A, A, arm_a="per_token", arm_b="gemv"))
+    assert axes.get_title(loc="left") == "per_token vs gemv: bit-equal in every value"
+
+
+def test_parity_refuses_mixed_kinds() -> None:
+    both = [error_bins(A, A + 1, arm_a="a", arm_b="b", kind=kind) for kind in ("relative", "ulp")]
+    with pytest.raises(lab.LabError, match="one kind at a time"):
+        lab.plot.parity(pd.concat(both))
+
+
+@pytest.mark.parametrize(
+    ("colour", "ink"), [("#F0E442", "black"), ("#0072B2", "white"), ("white", "black"), ("#00224e", "white")]
+)
+def test_text_reads_on_its_ground(colour: str, ink: str) -> None:
+    assert ink_on(colour) == ink

@@ -1,0 +1,76 @@
+"""`import moe_lab as lab`: names are lazy, stay functions, and need torch, triton and numpy alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_lab
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = [
+    *("pandas", "pyarrow", "matplotlib", "ipywidgets", "jupyterlab", "IPython", "ipykernel", "nbclient", "nbconvert"),
+    *("nbformat", "latex2mathml", "rich", "typer", "transformers", "accelerate", "safetensors", "tokenizers", "gguf"),
+    *("jaxtyping", "beartype", "hypothesis", "ggml", "playwright"),
+]
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+import moe_lab as lab
+"""
+
+
+def python(code: str, *, blocked: list[str] | None = None) -> str:
+    head = BLOCK.format(blocked=blocked) if blocked else "import moe_lab as lab\n"
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, cwd="/", env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_public_name_resolves() -> None:
+    for name in moe_lab.__all__:
+        assert getattr(moe_lab, name) is not None
+    assert set(moe_lab.__all__) == {*moe_lab._PUBLIC, "__version__"}
+    assert set(moe_lab.__all__) <= set(dir(moe_lab))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'opne'"):
+        _ = moe_lab.opne
+
+
+def test_import_loads_nothing() -> None:
+    assert python("import sys; print('torch' in sys.modules, 'triton' in sys.modules)") == "False False"
+
+
+@pytest.mark.parametrize("name", ["open", "sample", "simulate"])
+def test_function_wins_over_its_module(name: str) -> None:
+    """Importing the submodule first must not leave the module in the function's place."""
+    for first in (f"import moe_lab.{name}", f"lab.{name}; import moe_lab.{name}", f"from moe_lab import {name}"):
+        assert python(f"{first}\nprint(callable(lab.{name}))") == "True"
+
+
+def test_core_needs_torch_triton_numpy_alone() -> None:
+    names = [n for n in moe_lab.__all__ if n not in ("plot", "explore")]
+    code = f"for name in {names!r}: getattr(lab, name)\nimport torch\n"
+    code += "r = lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)); print(tuple(r.ids.shape))"
+    assert python(code, blocked=OPTIONAL) == "(5, 2)"
+
+
+@pytest.mark.parametrize(
+    ("use", "extra"), [("lab.plot", "lab"), ("lab.explore", "lab"), ("import moe_lab.report.exporter", "report")]
+)
+def test_missing_package_names_its_extra(use: str, extra: str) -> None:
+    code = f"try:\n    {use}\nexcept lab.MissingExtra as error:\n    print(error)"
+    assert f"pip install 'moe-lab[{extra}]'" in python(code, blocked=OPTIONAL)
+
+
+def test_import_without_triton() -> None:
+    code = "import torch\nprint(tuple(lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)).ids.shape))"
+    assert python(code, blocked=["triton"]) == "(5, 2)"
