@@ -1,7 +1,7 @@
 """MoE Lab: open a Mixture-of-Experts model, see where its tokens, bytes and milliseconds go, compare its arms.
 
-`import moe_lab as lab` needs torch, triton and numpy alone and loads nothing else: each public name is imported on
-first use, and a missing optional package is named then, with the extra that installs it.
+`import moe_lab as lab` needs torch, triton and numpy alone and loads torch alone: each public name is imported on first
+use, and a missing optional package is named then, with the extra that installs it.
 """
 
 import sys

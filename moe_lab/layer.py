@@ -13,6 +13,7 @@ import torch
 
 from moe_lab._types import Float, Int, Tensor
 from moe_lab.arms import Arm, ArmContext, ExpertStack, Schedule, Work, batched_schedule, get_arm, per_token_schedule, waves
+from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor
 from moe_lab.routing import Routing, plan, route
@@ -154,8 +155,9 @@ class MoELayer:
         model_hash: str = "",
     ) -> "MoELayer":
         """A layer whose experts are read from `source` into the slots of `cache` as picks ask for them."""
-        cache.bind(source, device)
-        return cls(spec, router, StreamedExperts(source, layer, cache, torch.device(device)), shared, layer, model_hash)
+        where = resolve_device(device)
+        cache.bind(source, where)
+        return cls(spec, router, StreamedExperts(source, layer, cache, where), shared, layer, model_hash)
 
     @property
     def device(self) -> torch.device:

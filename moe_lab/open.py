@@ -17,6 +17,7 @@ from moe_lab.checkpoint.gguf import GgufFile
 from moe_lab.checkpoint.gguf_header import TensorInfo
 from moe_lab.checkpoint.layout import MoELayout, read_layout
 from moe_lab.checkpoint.names import ExpertSlice
+from moe_lab.devices import resolve_device
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import FAMILIES, Family, family_of_arch, get_family
 from moe_lab.formats import FORMATS, QuantTensor
@@ -103,7 +104,7 @@ class Checkpoint:
 
         LabError when the file has no such MoE layer. One cache may serve all layers of a checkpoint.
         """
-        tensors, spec = self.layer_tensors(i), self._known_layout().spec
+        tensors, spec, device = self.layer_tensors(i), self._known_layout().spec, resolve_device(device)
         router, shared = self._dense(tensors["router"], device), self._shared(tensors, device)
         about = {"router": router, "shared": shared, "model_hash": self.model_hash}
         if cache is not None:

@@ -11,6 +11,7 @@ import json
 import lzma
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def split_held_out(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("data/recipe/work"), help="packages and unpacked files")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -83,7 +84,9 @@ def main() -> int:
     tokens = np.concatenate([np.array([END_OF_DOCUMENT], dtype=np.uint16), *streams])
     with lzma.open(args.out / "train_tokens.npy.xz", "wb", preset=3) as file:
         np.save(file, tokens)
-    validation = {name: np.concatenate(bpe.encode(tokenizer, t))[:HELD_OUT_TOKENS] for name, t in held_out.items()}
+    validation: dict[str, Any] = {
+        name: np.concatenate(bpe.encode(tokenizer, t))[:HELD_OUT_TOKENS] for name, t in held_out.items()
+    }
     np.savez_compressed(args.out / "val_tokens.npz", **validation)
     (args.out / "sources.json").write_text(json.dumps(about, indent=1) + "\n")
     print(f"{tokens.size / 1e6:.2f} M training tokens, {sum(v.size for v in validation.values())} held-out tokens")

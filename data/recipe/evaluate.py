@@ -69,7 +69,7 @@ def show(stats: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("data/lab-42m.gguf"))
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--weights", type=Path, default=None, help="folder with the bf16 shards and gate.json")

@@ -96,7 +96,7 @@ def _vocabulary(writer: Any, tokenizer: Any) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--weights", type=Path, required=True, help="folder with the shards and shards.json")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("data/lab-42m.gguf"))

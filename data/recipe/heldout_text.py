@@ -39,7 +39,7 @@ def unseen(texts: list[str], tokenizer: Any, seen: SeenPassages) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("data/recipe/work"), help="packages and unpacked files")
     parser.add_argument("--out", type=Path, default=Path("data/heldout.txt"))

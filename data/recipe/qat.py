@@ -10,6 +10,7 @@ run in fp32.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class ExpertQuantiser:
     quantiser makes the copies a few steps old instead of making the step long.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.groups: list[_Group] = []
         for name, format_name in ROUTED_FORMATS.items():
             group = _Group([], [])

@@ -89,7 +89,7 @@ def build_trace(records: list[LayerRecord], windows: Windows, model_hash: str, e
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("data/lab-42m.gguf"))
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("data"))

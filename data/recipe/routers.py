@@ -13,9 +13,10 @@ balance costs skew.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 class RouterTap:
     """What one router saw and said in the last forward pass. x [T, D] fp32, logits [T, E] fp32, ids [T, K]."""
 
-    gate: nn.Module
+    gate: Any
     x: Tensor | None = None
     logits: Tensor | None = None
     ids: Tensor | None = None
@@ -39,7 +40,7 @@ class RouterTap:
         return (ids.reshape(-1, 1) == torch.arange(experts, device=ids.device)).sum(0)
 
 
-def tap_routers(model: nn.Module) -> list[RouterTap]:
+def tap_routers(model: Any) -> list[RouterTap]:
     """Wrap every layer's router: it computes in fp32 whatever autocast says and leaves what it saw and said in a tap.
 
     Why fp32: bf16 logits have 8 significant bits, so the fourth and fifth expert tie often and the choice made while
@@ -48,7 +49,7 @@ def tap_routers(model: nn.Module) -> list[RouterTap]:
     return [_tap(layer.mlp.gate) for layer in model.model.layers]
 
 
-def _tap(gate: nn.Module) -> RouterTap:
+def _tap(gate: Any) -> RouterTap:
     tap, inner = RouterTap(gate), gate.forward
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,8 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         self.config, self.windows, self.device = config, windows, device
         self.experts = model.num_experts
-        self.model = Qwen2MoeForCausalLM(model).to(device)
+        self.model: Any = Qwen2MoeForCausalLM(model)
+        self.model.to(device)
         self.model.set_experts_implementation("grouped_mm")
         self.taps = tap_routers(self.model)
         self.quantiser = ExpertQuantiser(self.model, torch.bfloat16)

@@ -3,34 +3,42 @@
 A step covers consecutive blocks of a row; each block is shared by a few lanes. A lane multiplies its own words of codes
 with `dp4a`, folds the sub-block scales in with `dp2a`, and only then meets a float. Lane order, the order of additions
 inside a lane and the rounding of every product are written out, so the interpreter, the compiled kernel and the torch
-reference (`decode_ref`) agree bit for bit. The integers are exact: below 2^18 in magnitude a lane.
+reference (`decode_ref`) agree bit for bit. The integers are exact: below 2^21 in magnitude a lane.
 
 Part of one lane (d8: fp16 scale of 32 activations; a dot: integer dot over the lane's own elements):
     q2_k   d * sum_j d8_j * (sc . idot)_j - dmin * sum_j d8_j * (m . isum)_j        j = 0..3 in this order
     q3_k   d * sum_j d8_j * ((sc - 32) . idot)_j
     q8_0   (d * d8) * idot
-A lane of a 256-block is h, k = lane // 4 % 2, lane % 4: words k and k + 4 of the block's half h. An int32 of codes
-holds four groups of four, 32 values apart (shift 2 j), so word k meets activations 128 h + 32 j + 4 k .. + 3, and word
-k + 4 those 16 further on, which lie in the next sub-block.
+A 256-block has 8 or 4 lanes: lane = (h, k), half h of the block and word k (words 2 k and 2 k + 1 when there are 4
+lanes) of each of the half's two quarters g = 0, 1. An int32 of 2-bit codes holds four groups of four, 32 values apart:
+at bits 2 j, word k of quarter g meets activations 128 h + 32 j + 16 g + 4 k .. + 3, of sub-block 8 h + 2 j + g. Groups
+j = 1 and 3 stay where they are, two bits up, and their d8 is quartered instead: the same product, exactly.
 
-q2_k rows lie on 4-byte addresses, q3_k and q8_0 rows on 2-byte ones: words of those are put together from two halves.
+q2_k rows lie on 4-byte addresses. q3_k and q8_0 rows lie on 2-byte ones: their words are cut out of two neighbouring
+aligned words. Such a word may reach two bytes past the row on either side, but always holds a byte of the row.
 """
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.primitives import dp2a_hi, dp2a_lo, dp4a, sum4
+from moe_lab_kernels.primitives import dp2a, dp4a, funnel, pair, sum4
 
 
 @jit
-def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 parts [R, ROWS, LANES] of one step.
 
     w: uint8 pointers [1, ROWS, 1] to weight rows; x int8 and d8 fp16 pointers [R, 1, 1] to activation rows; block, sub
-    int32 [1, 1, LANES]; `there` masks activations [R, 1, LANES], weight addresses are always valid.
+    int32 [1, 1, LANES], sub < PER_BLOCK lanes a block; `there` masks activations [R, 1, LANES], weight addresses are
+    always valid.
     """
+    half: tl.constexpr = PER_BLOCK // 2
     if FORMAT == "q2_k":
-        out = _q2_k(w + block * 84, x + block * 256, d8 + block * 8, sub // 4, sub % 4, there, NATIVE)
+        out = _q2_k(
+            w + block * 84, x + block * 256, d8 + block * 8, sub // half, sub % half, there, PER_BLOCK == 4, NATIVE
+        )
     elif FORMAT == "q3_k":
-        out = _q3_k(w + block * 110, x + block * 256, d8 + block * 8, sub // 4, sub % 4, there, NATIVE)
+        out = _q3_k(
+            w + block * 110, x + block * 256, d8 + block * 8, sub // half, sub % half, there, PER_BLOCK == 4, NATIVE
+        )
     else:
         tl.static_assert(FORMAT == "q8_0")
         out = _q8_0(w + block * 34, x + block * 32, d8 + block, sub, there, NATIVE)
@@ -38,72 +46,95 @@ def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, NATIVE: tl.constexpr
 
 
 @jit
-def _q2_k(w, x, d8, h, k, there, NATIVE: tl.constexpr):
-    codes0, codes1 = word4(w, 16 + 32 * h + 4 * k), word4(w, 32 + 32 * h + 4 * k)
-    packed01, packed23, both = word4(w, 8 * h), word4(w, 8 * h + 4), word4(w, 80)
+def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+    words = w.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = 4 + 8 * h + (2 * k if WIDE else k)
+    a0, a1 = tl.load(words + at), tl.load(words + at + 4)
+    b0, b1 = (tl.load(words + at + 1), tl.load(words + at + 5)) if WIDE else (a0, a1)
+    packed01, packed23, both = tl.load(words + 2 * h), tl.load(words + 2 * h + 1), tl.load(words + 20)
     scales01, scales23 = packed01 & 0x0F0F0F0F, packed23 & 0x0F0F0F0F
     mins01, mins23 = (packed01 >> 4) & 0x0F0F0F0F, (packed23 >> 4) & 0x0F0F0F0F
-    for j in tl.static_range(4):
-        x0, x1, s8 = _activations(x, d8, h, k, j, there)
-        idot0 = dp4a((codes0 >> (2 * j)) & 0x03030303, x0, 0, NATIVE)
-        idot1 = dp4a((codes1 >> (2 * j)) & 0x03030303, x1, 0, NATIVE)
-        main_j = s8 * _fold(pair(idot0, idot1), scales01, scales23, j, NATIVE)
-        low_j = s8 * _fold(pair(sum4(x0, NATIVE), sum4(x1, NATIVE)), mins01, mins23, j, NATIVE)
+    for j in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
+        up, mask = 2 * (j % 2), 0x03030303 << (2 * (j % 2))  # codes of group j, times 4 when j is odd
+        idot0, idot1 = (
+            dp4a((a0 >> (2 * j - up)) & mask, x0, 0, NATIVE),
+            dp4a((a1 >> (2 * j - up)) & mask, x1, 0, NATIVE),
+        )
+        sum0, sum1 = sum4(x0, NATIVE), sum4(x1, NATIVE)
+        if WIDE:
+            idot0 = dp4a((b0 >> (2 * j - up)) & mask, y0, idot0, NATIVE)
+            idot1 = dp4a((b1 >> (2 * j - up)) & mask, y1, idot1, NATIVE)
+            sum0, sum1 = sum0 + sum4(y0, NATIVE), sum1 + sum4(y1, NATIVE)
+        scaled = dp2a(pair(idot0, idot1, NATIVE), scales01 if j < 2 else scales23, j % 2, NATIVE)
+        shifted = dp2a(pair(sum0, sum1, NATIVE), mins01 if j < 2 else mins23, j % 2, NATIVE)
+        main_j, low_j = (s8 * (0.25 if j % 2 else 1.0)) * scaled.to(tl.float32), s8 * shifted.to(tl.float32)
         main = main_j if j == 0 else main + main_j  # noqa: F821 (bound when j = 0)
         low = low_j if j == 0 else low + low_j  # noqa: F821
     return half_bits(both) * main - half_bits(both >> 16) * low
 
 
 @jit
-def _q3_k(w, x, d8, h, k, there, NATIVE: tl.constexpr):
+def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes are low + 4 high (0..7) less 4; the 4 is taken off through the activations' sum."""
-    codes0, codes1 = word2(w, 32 + 32 * h + 4 * k), word2(w, 48 + 32 * h + 4 * k)
-    high0, high1 = word2(w, 4 * k) >> (4 * h), word2(w, 16 + 4 * k) >> (4 * h)
-    top = word2(w, 104) >> (4 * h)
-    scales01 = _minus_32(((word2(w, 96) >> (4 * h)) & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
-    scales23 = _minus_32(((word2(w, 100) >> (4 * h)) & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
-    d = half_at(w, 108)
-    for j in tl.static_range(4):
-        x0, x1, s8 = _activations(x, d8, h, k, j, there)
-        code0 = ((codes0 >> (2 * j)) & 0x03030303) | (((high0 >> j) & 0x01010101) << 2)
-        code1 = ((codes1 >> (2 * j)) & 0x03030303) | (((high1 >> j) & 0x01010101) << 2)
-        idot0 = dp4a(code0, x0, -4 * sum4(x0, NATIVE), NATIVE)
-        idot1 = dp4a(code1, x1, -4 * sum4(x1, NATIVE), NATIVE)
-        main_j = s8 * _fold(pair(idot0, idot1), scales01, scales23, j, NATIVE)
+    odd = w.to(tl.int64).to(tl.int32) & 2
+    words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
+    at = 2 * k if WIDE else k
+    a0, b0 = _two_words(words + 8 + 8 * h + at, shift, WIDE, NATIVE)
+    a1, b1 = _two_words(words + 12 + 8 * h + at, shift, WIDE, NATIVE)
+    high_a0, high_b0 = _two_words(words + at, shift, WIDE, NATIVE)
+    high_a1, high_b1 = _two_words(words + 4 + at, shift, WIDE, NATIVE)
+    high_a0, high_b0, high_a1, high_b1 = high_a0 >> (4 * h), high_b0 >> (4 * h), high_a1 >> (4 * h), high_b1 >> (4 * h)
+    s0, s1, s2, s3 = tl.load(words + 24), tl.load(words + 25), tl.load(words + 26), tl.load(words + 27)
+    top = funnel(s2, s3, shift, NATIVE) >> (4 * h)
+    nibbles01, nibbles23 = funnel(s0, s1, shift, NATIVE) >> (4 * h), funnel(s1, s2, shift, NATIVE) >> (4 * h)
+    scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
+    scales23 = _minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
+    for j in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
+        up, mask, third = 2 * (j % 2), 0x03030303 << (2 * (j % 2)), 0x04040404 << (2 * (j % 2))
+        code0 = ((a0 >> (2 * j - up)) & mask) | ((high_a0 << (2 + up - j)) & third)
+        code1 = ((a1 >> (2 * j - up)) & mask) | ((high_a1 << (2 + up - j)) & third)
+        sum0, sum1 = sum4(x0, NATIVE), sum4(x1, NATIVE)
+        if WIDE:
+            sum0, sum1 = sum0 + sum4(y0, NATIVE), sum1 + sum4(y1, NATIVE)
+        idot0, idot1 = dp4a(code0, x0, sum0 * (-4 << up), NATIVE), dp4a(code1, x1, sum1 * (-4 << up), NATIVE)
+        if WIDE:
+            code0 = ((b0 >> (2 * j - up)) & mask) | ((high_b0 << (2 + up - j)) & third)
+            code1 = ((b1 >> (2 * j - up)) & mask) | ((high_b1 << (2 + up - j)) & third)
+            idot0, idot1 = dp4a(code0, y0, idot0, NATIVE), dp4a(code1, y1, idot1, NATIVE)
+        scaled = dp2a(pair(idot0, idot1, NATIVE), scales01 if j < 2 else scales23, j % 2, NATIVE)
+        main_j = (s8 * (0.25 if j % 2 else 1.0)) * scaled.to(tl.float32)
         main = main_j if j == 0 else main + main_j  # noqa: F821 (bound when j = 0)
-    return d * main
+    return half_bits(s3 >> shift) * main
 
 
 @jit
 def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
-    """32-value blocks of four lanes; a lane holds words 2 sub and 2 sub + 1."""
-    at = (x + 8 * sub).to(tl.pointer_type(tl.int32), bitcast=True)
-    x0, x1 = tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0)
+    """32-value blocks of four lanes; a lane holds words 2 sub and 2 sub + 1 of the eight behind the scale."""
+    d = tl.load(w.to(tl.pointer_type(tl.float16), bitcast=True)).to(tl.float32)
+    w += 2
+    odd = w.to(tl.int64).to(tl.int32) & 2
+    words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
+    a, b = _two_words(words + 2 * sub, shift, True, NATIVE)
+    xy = tl.load((x + 8 * sub).to(tl.pointer_type(tl.int64), bitcast=True), mask=there, other=0)
     s8 = tl.load(d8, mask=there, other=0).to(tl.float32)
-    idot = dp4a(word2(w, 6 + 8 * sub), x1, dp4a(word2(w, 2 + 8 * sub), x0, 0, NATIVE), NATIVE)
-    return (half_at(w, 0) * s8) * idot.to(tl.float32)
+    idot = dp4a(b, (xy >> 32).to(tl.int32), dp4a(a, xy.to(tl.int32), 0, NATIVE), NATIVE)
+    return (d * s8) * idot.to(tl.float32)
 
 
 @jit
-def _activations(x, d8, h, k, j, there):
-    """The lane's two words of codes at step j of a 256-block, and the scale they share."""
-    at = (x + (128 * h + 32 * j + 4 * k)).to(tl.pointer_type(tl.int32), bitcast=True)
-    x0, x1 = tl.load(at, mask=there, other=0), tl.load(at + 4, mask=there, other=0)
-    return x0, x1, tl.load(d8 + (4 * h + j), mask=there, other=0).to(tl.float32)
-
-
-@jit
-def _fold(two, scales01, scales23, J: tl.constexpr, NATIVE: tl.constexpr):
-    """Two sub-block integers (halves of `two`) times their scales (bytes 2J, 2J + 1 of eight), added; as fp32."""
-    if J == 0:
-        out = dp2a_lo(two, scales01, NATIVE)
-    elif J == 1:
-        out = dp2a_hi(two, scales01, NATIVE)
-    elif J == 2:
-        out = dp2a_lo(two, scales23, NATIVE)
+def _activations(x, d8, h, k, j, there, WIDE: tl.constexpr):
+    """The lane's words of codes at group j of a 256-block, for quarter 0 and quarter 1, and the scale they share."""
+    if WIDE:
+        at = (x + (128 * h + 32 * j + 8 * k)).to(tl.pointer_type(tl.int64), bitcast=True)
+        xy0, xy1 = tl.load(at, mask=there, other=0), tl.load(at + 2, mask=there, other=0)
+        x0, y0, x1, y1 = xy0.to(tl.int32), (xy0 >> 32).to(tl.int32), xy1.to(tl.int32), (xy1 >> 32).to(tl.int32)
     else:
-        out = dp2a_hi(two, scales23, NATIVE)
-    return out.to(tl.float32)
+        at = (x + (128 * h + 32 * j + 4 * k)).to(tl.pointer_type(tl.int32), bitcast=True)
+        x0, x1 = tl.load(at, mask=there, other=0), tl.load(at + 4, mask=there, other=0)
+        y0, y1 = x0, x1
+    return x0, y0, x1, y1, tl.load(d8 + (4 * h + j), mask=there, other=0).to(tl.float32)
 
 
 @jit
@@ -113,28 +144,11 @@ def _minus_32(packed):
 
 
 @jit
-def pair(low, high):
-    """Two small integers as the signed halves of an int32."""
-    return (low & 0xFFFF) | (high << 16)
-
-
-@jit
-def word4(ptr, offset):
-    """The int32 at byte `offset` from 4-byte aligned uint8 pointers."""
-    return tl.load((ptr + offset).to(tl.pointer_type(tl.int32), bitcast=True))
-
-
-@jit
-def word2(ptr, offset):
-    """The int32 at byte `offset` from 2-byte aligned uint8 pointers: two half-word loads."""
-    at = (ptr + offset).to(tl.pointer_type(tl.uint16), bitcast=True)
-    return tl.load(at).to(tl.int32) | (tl.load(at + 1).to(tl.int32) << 16)
-
-
-@jit
-def half_at(ptr, offset):
-    """The fp16 at byte `offset` from 2-byte aligned uint8 pointers, as fp32."""
-    return tl.load((ptr + offset).to(tl.pointer_type(tl.float16), bitcast=True)).to(tl.float32)
+def _two_words(at, shift, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+    """The word (or two) that starts `shift` bits into the aligned word at `at`."""
+    first, second = tl.load(at), tl.load(at + 1)
+    a = funnel(first, second, shift, NATIVE)
+    return a, funnel(second, tl.load(at + 2), shift, NATIVE) if WIDE else a
 
 
 @jit

@@ -36,17 +36,27 @@ def dequantize_ref(raw: UInt8[Tensor, "*rows row_bytes"], format: str) -> Float3
     return values.flatten(-6)
 
 
+def lanes_per_block(format: str, kd: int) -> int:
+    """Lanes that share a block, and so the order of additions: it depends on a weight's format and width alone.
+
+    A step has 32 lanes. q8_0: 4 lanes a block of 32. Super-blocks: 4 lanes take about 100 instructions for 8 blocks, 8
+    lanes about 76 for 4 blocks, so 4 lanes from 5 blocks on, where a second narrow step would begin.
+    """
+    return 4 if format == "q8_0" or kd > 4 * 256 else 8
+
+
 def part_ref(
-    raw: UInt8[Tensor, "N row_bytes"], codes: Int8[Tensor, "R Kd"], scale: Tensor, format: str
+    raw: UInt8[Tensor, "N row_bytes"], codes: Int8[Tensor, "R Kd"], scale: Tensor, format: str, lanes: int
 ) -> Float32[Tensor, "R N blocks lanes"]:
-    """Parts of every block and lane, each operation rounded as `decode.part` rounds it. scale: fp16 [R, Kd / 32]."""
+    """Parts of every block's `lanes` lanes, each operation rounded as in `decode.part`. scale: fp16 [R, Kd / 32]."""
     b, d8 = _blocks(raw, format), scale.float()
     if format == "q8_0":
         w = b[..., 2:].contiguous().view(torch.int8).int().unflatten(-1, (4, 8))
         idot = (w * codes.int().view(len(codes), 1, -1, 4, 8)).sum(-1, dtype=torch.int32)
         return (_half(b, 0) * d8[:, None])[..., None] * idot.float()
     q, sub_scale, low, d, dmin = _super_blocks(b, format)
-    x = codes.int().view(len(codes), 1, -1, 2, 4, 2, 4, 4)
+    q = q.flatten(-2).unflatten(-1, (lanes // 2, -1))
+    x = codes.int().view(len(codes), 1, -1, 2, 4, 2, lanes // 2, 32 // lanes)
     idot = (q.int() * x).sum(-1, dtype=torch.int32)
     d8 = d8.view(len(codes), 1, -1, 2, 4, 1)
     main = d * _ordered(d8 * _fold(idot, sub_scale)).movedim((-2, -1), (0, 1))

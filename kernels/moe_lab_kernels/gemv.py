@@ -1,8 +1,9 @@
 """Grouped GEMV on raw quantised weights: out[p] = W[slot of p] @ x[row_of[p]], x as q8_1 rows.
 
 P pairs, S weight slots of [N, Kd], R quantised activation rows. Pairs come in chunks of at most 8 that share a slot; a
-program reads its tile of weight rows once and multiplies it with every row of its chunk. Reads N * row_bytes a chunk
-(plus Kd codes a pair, from the cache), writes P * N. Formats q2_k, q3_k, q8_0; their arithmetic is in `decode`.
+program takes a tile of weight rows and multiplies it with every row of its chunk: 4 at a time share the decoded codes,
+the next 4 find the tile in the cache. Reads N * row_bytes a chunk (plus Kd codes a pair, from the cache), writes P * N.
+Formats q2_k, q3_k, q8_0; their arithmetic is in `decode`.
 
 A row's bits depend on its own codes and weights alone: not on how many rows the chunk holds, on P, on the tile or on
 the machine. Each lane adds its parts step after step, then lanes are added in a butterfly (distance 16, 8, 4, 2, 1)
@@ -23,31 +24,41 @@ from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.decode import part
-from moe_lab_kernels.decode_ref import BLOCK_VALUES, part_ref, row_bytes
+from moe_lab_kernels.decode_ref import BLOCK_VALUES, lanes_per_block, part_ref, row_bytes
 from moe_lab_kernels.primitives import offset64, round_to
 
 MAX_CHUNK_ROWS = 8
+# Rows of a chunk that share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's own
+# work (1.7 instructions a weight) passes that of a row alone (1.6); of 4 it takes 1.2.
+MAX_SHARED = 4
+MAX_GRID_Y = 65_535
 LANES = 32
-LANES_PER_BLOCK = {"q2_k": 8, "q3_k": 8, "q8_0": 4}
 ROW_ALIGNMENT = {"q2_k": 4, "q3_k": 2, "q8_0": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program is cut; none of it changes a bit of the result.
+    """How a program is cut. Only `lanes` changes bits, and it is for experiments: the default is part of the promise.
 
-    rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold, so a
-    chunk of many rows walks the tile in strips of sums / its rows weight rows; registers: a thread's cap, or None.
+    rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold, so n rows
+    of a chunk walk the tile in strips of sums / n weight rows; registers: a thread's cap, or None; lanes: a block's
+    lanes (4 or 8), or None for `lanes_per_block`.
     """
 
     rows: int
     warps: int = 1
-    sums: int = 32
+    sums: int = 16
     registers: int | None = None
+    lanes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("rows", self.rows, 1), ("sums", self.sums, MAX_SHARED)):
+            if value < least or value & (value - 1):
+                raise LabError(f"Tile.{name} is {value}; it must be a power of two, at least {least}.")
 
 
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
-TILE_CUDA, TILE_INTERPRETER = Tile(8), Tile(256, sums=256 * MAX_CHUNK_ROWS)
+TILE_CUDA, TILE_INTERPRETER = Tile(8), Tile(256, sums=256 * MAX_SHARED)
 
 
 @jit
@@ -78,7 +89,7 @@ def _strip(codes, scale, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, 
     for first_block in range(0, blocks, 32 // PER_BLOCK):
         block = first_block + lane // PER_BLOCK
         there = known & (block < blocks)
-        acc += part(w_row, x, d8, tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, NATIVE)
+        acc += part(w_row, x, d8, tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, PER_BLOCK, NATIVE)
     total = round_to(butterfly(acc), out.dtype.element_ty)
     to = p
     if SCATTER:
@@ -87,35 +98,35 @@ def _strip(codes, scale, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, 
     tl.store(at, total, mask=mine & (n_row < N) & (lane == 0))
 
 
-SIZES = ["N", "blocks", "tiles", "n_slots", "n_x", "n_pairs"]
+SIZES = ["N", "blocks", "n_slots", "n_x", "n_pairs"]
 STRIDES = [f"{name}_stride" for name in ("codes", "scale", "w_slot", "w_row", "w2_slot", "w2_row", "out", "out2")]
 
 
 # Not specialised on sizes or strides: no load is wider than 4 bytes, so that would only multiply compilations.
 @jit(do_not_specialize=SIZES + STRIDES)
-def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, tiles, n_slots, n_x, n_pairs,
+def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, n_slots, n_x, n_pairs,
           codes_stride, scale_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride, out_stride,
           out2_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
-          MAX_ROWS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (chunk, weight, tile of rows), all on grid x: y and z stop at 65,535."""
-    pid = tl.program_id(0)
-    tile, rest = pid % tiles, pid // tiles
-    chunk = rest // 2 if TWO else rest
+          SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Program = (chunk, tile of rows, weight); chunks on grid x because y and z stop at 65,535."""
+    chunk, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(chunks + 3 * chunk)
     first, n = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
     base, to, row_stride, to_stride = w + offset64(slot, w_slot_stride), out, w_row_stride, out_stride
     if TWO:  # noqa: SIM102 (decided when compiling, the inner test when running)
-        if rest % 2 == 1:
+        if tl.program_id(2) == 1:
             base, to, row_stride, to_stride = w2 + offset64(slot, w2_slot_stride), out2, w2_row_stride, out2_stride
     if (slot < 0) | (slot >= n_slots):
         n = 0
-    for size in tl.static_range(4):  # the smallest program of 1, 2, 4 or 8 rows that holds the chunk
-        if (1 << size) <= MAX_ROWS:  # noqa: SIM102 (likewise)
-            if (n > (1 << size) // 2) & (n <= (1 << size)):
-                for n0 in range(tile * ROWS, tile * ROWS + ROWS, min(ROWS, SUMS >> size)):
-                    _strip(codes, scale, row_of, out_row, base, to, n0, first, n, N, blocks, n_x, n_pairs, codes_stride,
-                           scale_stride, row_stride, to_stride, FORMAT, PER_BLOCK, SCATTER, 1 << size,
-                           min(ROWS, SUMS >> size), NATIVE)  # fmt: skip
+    for done in range(0, n, SHARED):
+        left = tl.minimum(n - done, SHARED)
+        for size in tl.static_range(3):  # the smallest program of 1, 2 or 4 rows that holds what is left
+            if (1 << size) <= SHARED:  # noqa: SIM102 (likewise)
+                if (left > (1 << size) // 2) & (left <= (1 << size)):
+                    for n0 in range(tile * ROWS, tile * ROWS + ROWS, min(ROWS, SUMS >> size)):
+                        _strip(codes, scale, row_of, out_row, base, to, n0, first + done, left, N, blocks, n_x, n_pairs,
+                               codes_stride, scale_stride, row_stride, to_stride, FORMAT, PER_BLOCK, SCATTER, 1 << size,
+                               min(ROWS, SUMS >> size), NATIVE)  # fmt: skip
 
 
 def gemv(
@@ -148,24 +159,18 @@ def gemv(
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
         tile = TILE_CUDA if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
-    second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
     tiles, two, scatter = -(-n // tile.rows), w2 is not None, out_row is not None
-    sizes = (n, kd // BLOCK_VALUES[format], tiles, len(w), len(codes), len(row_of))
-    strides = (
-        codes.stride(0),
-        scale.stride(0),
-        *w.stride()[:2],
-        *second.stride()[:2],
-        out.stride(0),
-        to_second.stride(0),
-    )
+    if tiles > MAX_GRID_Y:
+        raise LabError(f"gemv: N={n} in tiles of {tile.rows} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")
+    second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
+    lanes = tile.lanes or lanes_per_block(format, kd)
     backend.launch(
         _gemv,
-        (tiles * len(chunks) * (1 + two),),
+        (len(chunks), tiles, 1 + two),
         *(codes, scale, row_of, row_of if out_row is None else out_row, chunks, w, second, out, to_second),
-        *sizes,
-        *strides,
-        *(format, LANES_PER_BLOCK[format], two, scatter, max_rows, tile.rows, tile.sums, backend.has_dp4a(on)),
+        *(n, kd // BLOCK_VALUES[format], len(w), len(codes), len(row_of)),
+        *(codes.stride(0), scale.stride(0), *w.stride()[:2], *second.stride()[:2], out.stride(0), to_second.stride(0)),
+        *(format, lanes, two, scatter, min(max_rows, MAX_SHARED), tile.rows, tile.sums, backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -187,7 +192,7 @@ def gemv_ref(
     max_rows: int = MAX_CHUNK_ROWS,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The same in torch, bit for bit; `tile` has no meaning here. For tests and for machines without Triton: slow."""
+    """The same in torch, bit for bit; of `tile` only the lanes mean something here. Slow: for tests."""
     codes, scale = rows[0], rows[1]
     _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
     for slot, first, n in chunks.tolist():
@@ -201,19 +206,22 @@ def gemv_ref(
         to = pairs if out_row is None else out_row[pairs].long()
         for weight, target in ((w, out), (w2, out2)):
             if weight is not None and target is not None:
-                target[to] = matvec_ref(weight[slot], *x, format).to(target.dtype)
+                target[to] = matvec_ref(weight[slot], *x, format, tile.lanes if tile else None).to(target.dtype)
     return out
 
 
-def matvec_ref(raw: UInt8[Tensor, "N row_bytes"], codes: Tensor, scale: Tensor, format: str) -> Tensor:
+def matvec_ref(
+    raw: UInt8[Tensor, "N row_bytes"], codes: Tensor, scale: Tensor, format: str, lanes: int | None = None
+) -> Tensor:
     """fp32 [R, N] of one weight in `gemv`'s order: steps in sequence a lane, then the butterfly over 32 lanes."""
-    parts = part_ref(raw, codes, scale, format)
-    per_step = LANES // LANES_PER_BLOCK[format]
+    lanes_each = lanes or lanes_per_block(format, codes.shape[1])
+    parts = part_ref(raw, codes, scale, format, lanes_each)
+    per_step = LANES // lanes_each
     missing = -parts.shape[2] % per_step
-    lanes = torch.nn.functional.pad(parts, (0, 0, 0, missing)).unflatten(2, (-1, per_step)).flatten(-2)
-    acc = torch.zeros_like(lanes[:, :, 0])
-    for step in range(lanes.shape[2]):
-        acc = acc + lanes[:, :, step]
+    steps = torch.nn.functional.pad(parts, (0, 0, 0, missing)).unflatten(2, (-1, per_step)).flatten(-2)
+    acc = torch.zeros_like(steps[:, :, 0])
+    for step in range(steps.shape[2]):
+        acc = acc + steps[:, :, step]
     while acc.shape[-1] > 1:
         half = acc.shape[-1] // 2
         acc = acc[..., :half] + acc[..., half:]
@@ -242,7 +250,7 @@ def _check(codes: Tensor, scale: Tensor, row_of: Tensor, w: Tensor, chunks: Tens
             expect("gemv", name.replace("w", "out"), to, FLOATS, [len(row_of) if out_row is None else "P", w.shape[1]])
             expect_rows("gemv", name, weight, ROW_ALIGNMENT[format])
             expect_rows("gemv", name.replace("w", "out"), to)
-    expect_rows("gemv", "codes", codes, 4)
+    expect_rows("gemv", "codes", codes, 8)
     expect_rows("gemv", "scale", scale)
     expect_contiguous("gemv", "row_of", row_of)
     expect_contiguous("gemv", "chunks", chunks)

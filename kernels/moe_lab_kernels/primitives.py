@@ -71,24 +71,41 @@ def sum4(a, NATIVE: tl.constexpr):
 
 
 @jit
-def dp2a_lo(a, b, NATIVE: tl.constexpr):
-    """The dot of a's two signed halves with b's signed bytes 0 and 1; all int32."""
-    if NATIVE:
-        out = tl.inline_asm_elementwise(
-            "dp2a.lo.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
+def dp2a(a, b, HIGH: tl.constexpr, NATIVE: tl.constexpr):
+    """The dot of a's two signed halves with b's signed bytes 0 and 1, or 2 and 3 when HIGH; all int32."""
+    if not NATIVE:
+        b = b >> 16 if HIGH else b
         out = ((a << 16) >> 16) * ((b << 24) >> 24) + (a >> 16) * ((b << 16) >> 24)
-    return out
-
-
-@jit
-def dp2a_hi(a, b, NATIVE: tl.constexpr):
-    """The dot of a's two signed halves with b's signed bytes 2 and 3; all int32."""
-    if NATIVE:
+    elif HIGH:
         out = tl.inline_asm_elementwise(
             "dp2a.hi.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        out = ((a << 16) >> 16) * ((b << 8) >> 24) + (a >> 16) * (b >> 24)
+        out = tl.inline_asm_elementwise(
+            "dp2a.lo.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return out
+
+
+@jit
+def pair(low, high, NATIVE: tl.constexpr):
+    """The low halves of two int32 as the low and high half of one."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = (low & 0xFFFF) | (high << 16)
+    return out
+
+
+@jit
+def funnel(low, high, shift, NATIVE: tl.constexpr):
+    """The low 32 bits of (high:low) >> shift, for a shift of 0 or 16."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = tl.where(shift == 0, low, ((low >> 16) & 0xFFFF) | (high << 16))
     return out

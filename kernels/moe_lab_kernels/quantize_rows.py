@@ -83,7 +83,7 @@ def quantize_q8_1_ref(x: Float[Tensor, "R Kd"]) -> tuple[Tensor, Tensor, Tensor]
     codes, scale, total = _outputs(x)
     v = x.float().reshape(*scale.shape, BLOCK)
     amax = v.abs().amax(-1)
-    d = amax / 127.0
+    d = amax / torch.full_like(amax, 127.0)  # torch multiplies by the reciprocal of a plain number on CUDA: other codes
     zero = amax == 0
     ratio = v / torch.where(zero, 1.0, d).unsqueeze(-1)
     ratio = torch.where(ratio.abs() < 127.5, ratio, 0.0)

@@ -20,6 +20,15 @@ def ordered_sum(columns: list[Tensor]) -> Tensor:
     return total
 
 
+def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b rounded once. torch turns a number over a tensor into a reciprocal and a product, on any device, and on CUDA
+    a tensor over a number too: two roundings, and other codes."""
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    a, b = (v if isinstance(v, Tensor) else torch.full((), float(v), dtype=like.dtype, device=like.device) for v in (a, b))
+    return a / b
+
+
 def search_scale_min(
     x: Float32[Tensor, "S 16"], nmax: int, rmin: float = -0.5, rdelta: float = 0.1, steps: int = 15
 ) -> tuple[Float32[Tensor, " S"], Float32[Tensor, " S"], Int32[Tensor, "S 16"]]:
@@ -45,7 +54,7 @@ def search_scale_min(
     def error(scale: Tensor, offset: Tensor, codes: list[Tensor]) -> Tensor:
         return ordered_sum([w * (scale * q + offset - c).abs() for w, q, c in zip(weights, codes, cols, strict=True)])
 
-    inverse = nmax / safe_span
+    inverse = divide(nmax, safe_span)
     best_scale, best_min = 1.0 / inverse, lo
     codes = codes_for(inverse, lo)
     best_codes, best_error = torch.stack(codes, -1), error(best_scale, lo, codes)
@@ -92,7 +101,7 @@ def search_scale_symmetric(
     amax, where = x.abs().max(-1)
     peak = x.gather(-1, where.unsqueeze(-1)).squeeze(-1)
     tiny = amax < GROUP_EPS
-    inverse = torch.where(tiny, torch.zeros_like(peak), -nmax / torch.where(tiny, torch.ones_like(peak), peak))
+    inverse = torch.where(tiny, torch.zeros_like(peak), divide(-nmax, torch.where(tiny, torch.ones_like(peak), peak)))
     weights = [c * c for c in cols]
     codes = [torch.round(inverse * c).clamp(-nmax, nmax - 1) for c in cols]
     sum_lx = ordered_sum([w * c * q for w, c, q in zip(weights, cols, codes, strict=True)])

@@ -7,6 +7,7 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.formats.base import BlockFormat, IntegerForm, f16_at, f16_bytes
+from moe_lab.formats.kquants_search import divide
 
 
 def round_half_away(v: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ class Q8_0(BlockFormat):
         """d = amax / 127; q = roundf(w * (1 / d)) with the fp32 d; a block too small to invert becomes zeros."""
         self.row_bytes(w.shape[-1])
         x = w.float().unflatten(-1, (-1, 32))
-        d = x.abs().amax(-1, keepdim=True) / 127.0
+        d = divide(x.abs().amax(-1, keepdim=True), 127.0)
         inv = torch.where(d > 0, 1.0 / d, torch.zeros_like(d))
         # 1 / d overflows for a block maximum below 3.7e-37; fp16 stores d = 0 there, so the codes must be 0 as well.
         inv = torch.where(torch.isinf(inv), torch.zeros_like(inv), inv)

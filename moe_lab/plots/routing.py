@@ -75,6 +75,7 @@ def _heat_map(axes: Axes, ratio: np.ndarray, experts: np.ndarray, layers: list[i
     )
     axes.set_yticks(range(len(layers)), [f"layer {layer}" for layer in layers])
     axes.set_xticks([])
+    axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if ranked.shape[1] <= _MOST_NUMBERED:
         shades = np.asarray(mpl.colormaps["cividis"](image.norm(ranked)))

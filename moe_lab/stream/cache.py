@@ -11,21 +11,21 @@ wait holds. Rules of one request: all its keys are pinned before a victim is cho
 holds, and only then do reads start.
 """
 
-import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from moe_lab.errors import LabError, LabTypeError
+from moe_lab.errors import LabError
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.fills import Entry, Partition
 from moe_lab.stream.lease import Lease
 from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
 from moe_lab.stream.reader import MAX_THREADS, ReaderPool
+from moe_lab.stream.sizing import check_size, known_device, slots_in
 from moe_lab.stream.slots import SlotTable, distinct, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 
@@ -48,7 +48,7 @@ class ExpertCache:
         per_layer: bool = False,
         threads: int = 4,
     ) -> None:
-        _check_size(slots, gib)
+        check_size(slots, gib)
         if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
             raise LabError(f"threads={threads!r} reader threads: wanted 1..{MAX_THREADS}.")
         self._slots, self._gib, self._per_layer, self._threads = slots, gib, per_layer, threads
@@ -107,7 +107,7 @@ class ExpertCache:
         Raises LabError for a second source or device, and when the memory cannot be had; CheckpointError when the file
         changed since its header was read.
         """
-        where = _device(device)
+        where = known_device(device)
         with self._lock:
             self._require_open()
             if self._source is None:
@@ -159,7 +159,7 @@ class ExpertCache:
                 self._arena.drop()
 
     def _build(self, source: ExpertSource, device: torch.device) -> None:
-        slots = self._slots if self._gib is None else _slots_in(self._gib, source)
+        slots = self._slots if self._gib is None else slots_in(self._gib, source)
         assert slots is not None
         shares = split_slots(slots, source.layers, self._per_layer)
         arena = (
@@ -169,11 +169,12 @@ class ExpertCache:
         )
         pool = ReaderPool(source.open(), self._threads)
         self._stop = weakref.finalize(self, pool.close)
+        report = _weakly(self)
         make = policy_factory(self._policy) if self._per_layer else (lambda: make_policy(self._policy))
         by_share: dict[range, Partition] = {}
         for share in shares.values():
             if share not in by_share:
-                by_share[share] = Partition(SlotTable(share, make()), source, arena, pool.submit, self._report)
+                by_share[share] = Partition(SlotTable(share, make()), source, arena, pool.submit, report)
         self._partitions = list(by_share.values())
         self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
         self._source, self._device, self._arena, self._slots = source, device, arena, slots
@@ -245,7 +246,8 @@ class ExpertCache:
     def _end_dropped(self) -> None:
         """End leases that were collected without being released."""
         while self._dropped:
-            self._end(self._dropped.popleft())
+            self._end(self._dropped[0])  # taken off afterwards: an interrupt in between must not lose it
+            self._dropped.popleft()
 
     def _recover(self, lease: Lease) -> None:
         """After an error or interrupt, wherever it struck: the lease holds nothing, no slot or buffer is lost."""
@@ -290,32 +292,12 @@ class ExpertCache:
             raise LabError(f"this expert cache is on {self._device}, not on {device}. Make a second cache.")
 
 
-def _check_size(slots: int | None, gib: float | None) -> None:
-    if (slots is None) == (gib is None):
-        raise LabError(f"an expert cache wants either slots or gib, got slots={slots!r} and gib={gib!r}.")
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
-        raise LabTypeError(f"slots={slots!r} is a {type(slots).__name__}; wanted a whole number of experts.")
-    if slots is not None and slots < 1:
-        raise LabError(f"slots={slots}: an expert cache wants at least 1.")
-    if gib is not None and not (math.isfinite(gib) and gib > 0):
-        raise LabError(f"gib={gib!r}: wanted a size above 0.")
+def _weakly(cache: ExpertCache) -> Callable[[Entry, Exception | None], None]:
+    """The cache's `_report` without keeping the cache: one that nobody refers to ends at once, not at a collection."""
+    alive = weakref.ref(cache)
 
+    def report(entry: Entry, error: Exception | None) -> None:
+        if (told := alive()) is not None:
+            told._report(entry, error)
 
-def _slots_in(gib: float, source: ExpertSource) -> int:
-    """Slots that `gib` GiB hold, and no more than there are experts."""
-    slots = int(gib * 2**30 // source.slot_bytes)
-    if slots < 1:
-        raise LabError(
-            f"gib={gib} is {int(gib * 2**30):,} bytes, but one expert of {source.path} takes {source.slot_bytes:,}. "
-            "Give it more."
-        )
-    return min(slots, source.total_experts)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise LabError(f"an expert cache can be on cpu or cuda, not on {where}.")
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if where.type == "cpu" else where
+    return report

@@ -168,7 +168,7 @@ class Partition:
         """Nobody holds the entry: evictable when ready, gone when no read is under way, else `finish` sees to it."""
         if entry.ready:
             self.table.put_back(entry.key)
-        else:
+        elif entry.cause is None and (entry.jobs is None or entry.left == 0):
             self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:

@@ -18,7 +18,7 @@ from moe_lab.errors import CheckpointError, LabError
 MAX_THREADS = 64
 # A hand-over to a thread costs 13-20 us (two cores, Python 3.11); for less than this it would rival the read.
 JOB_BYTES = 1 << 20
-_CLOSE_S = 10.0
+_CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from moe_lab.checkpoint.rawfile import FileIdentity, RawFile, ReadCall
 from moe_lab.errors import CheckpointError, LabError
@@ -22,6 +22,7 @@ ALIGN_BYTES = 256
 PlainSlice = tuple[str, str | WeightFormat, int, int, Sequence[int]]
 
 
+@runtime_checkable
 class _SlicedCheckpoint(Protocol):
     """The part of a Checkpoint that a source is made from."""
 

@@ -97,15 +97,14 @@ def test_what_is_no_notebook_is_refused(content: str | None, says: str, tmp_path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_large_outputs_stay_small(tmp_path: Path) -> None:
     """A 4096 x 4096 tensor, 10,000 rows and 50 figures: the page stays under 10 MB."""
     book = write(
         tmp_path / "n.ipynb",
-        code("import torch, pandas as pd\nfrom matplotlib import pyplot as plt\nimport moe_lab as lab"),
+        code("import torch, pandas as pd\nfrom matplotlib import pyplot as plt"),
         code("torch.zeros(4096, 4096)"),
         code("table = pd.DataFrame({'layer': 0, 'expert': range(10_000), 'assignments': 1})\ntable"),
-        code("for _ in range(50):\n    display(lab.plot.load(table.head(2)).figure)\n    plt.close('all')"),
+        code("for _ in range(50):\n    plt.plot(torch.randn(1000))\n    plt.show()"),
     )
     assert run(book, tmp_path / "n.html").path.stat().st_size < 10e6
 

@@ -1,7 +1,7 @@
 """These tests run the kernels in Triton's interpreter, which must be chosen before the kernels are imported.
 
-`pytest tests/kernels` chooses it itself. In a run that also collects other folders the process is not ours to switch (the
-lab would take the interpreter everywhere), so the tests that need it are skipped and say so.
+`pytest tests/kernels` chooses it itself. In a run that also collects other folders the process is not ours to switch
+(the lab would take the interpreter everywhere), so the tests that need it are skipped and say so.
 """
 
 import os

@@ -28,6 +28,8 @@ def weights(kind: str, blocks: int = 1024) -> torch.Tensor:
         return -torch.rand(blocks, 256, generator=g)
     if kind == "tiny":
         return normal * 1e-9
+    if kind == "sparse":
+        return normal * (torch.rand(blocks, 256, generator=g) < 0.1)
     if kind == "subnormal":
         return normal * 1e-40
     return torch.cat([torch.zeros(4, 256), torch.ones(2, 256), torch.full((2, 256), -0.5)])
@@ -41,7 +43,7 @@ def ggml_quantize(x: torch.Tensor, name: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "heavy_tail", "positive", "negative", "tiny", "subnormal", "constant"])
+@pytest.mark.parametrize("kind", ["gaussian", "heavy_tail", "positive", "negative", "tiny", "subnormal", "sparse", "constant"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantiser_writes_ggmls_bytes(name: str, kind: str) -> None:
     x = weights(kind)

@@ -66,9 +66,9 @@ def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, kd=512, n=60
 
 def variants():
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    yield "gemv-q2_k-bf16-rows8-two", lambda: gemv_call("q2_k", bf16, 8, two=True)
+    yield "gemv-q2_k-bf16-rows8-two", lambda: gemv_call("q2_k", bf16, 8, two=True, kd=2304)
     yield "gemv-q2_k-f16-rows1", lambda: gemv_call("q2_k", f16, 1)
-    yield "gemv-q3_k-bf16-rows8-scatter", lambda: gemv_call("q3_k", bf16, 8, scatter=True)
+    yield "gemv-q3_k-bf16-rows8-scatter", lambda: gemv_call("q3_k", bf16, 8, scatter=True, kd=2304)
     yield "gemv-q8_0-f32-rows8", lambda: gemv_call("q8_0", f32, 8)
     for dtype in (f32, f16, bf16):
         name = str(dtype).removeprefix("torch.")

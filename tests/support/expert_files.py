@@ -43,7 +43,7 @@ def write_experts(
 
 def held(lease: Lease) -> list[dict[str, bytes]]:
     """The bytes a lease shows, a dict of parts for each expert in the order asked for."""
-    return [{part: lease.views(part)[slot].numpy().tobytes() for part in PARTS} for slot in lease.slots.tolist()]
+    return [{part: lease.views(part)[slot].cpu().numpy().tobytes() for part in PARTS} for slot in lease.slots.tolist()]
 
 
 def wanted(source: ExpertSource, layer: int, experts: Sequence[int]) -> list[dict[str, bytes]]:

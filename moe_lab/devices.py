@@ -1,0 +1,22 @@
+"""A device by name, or one clear error."""
+
+import torch
+
+from moe_lab.errors import LabError
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "cpu", "cuda" or "cuda:1" (or a torch.device) as a device with its index. LabError when this machine has no such one."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as e:
+        raise LabError(f"{device!r} is no device; wanted 'cpu' or 'cuda'.") from e
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise LabError(f"device {str(device)!r} is not served; wanted 'cpu' or 'cuda'.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = wanted.index if wanted.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise LabError(f"device {str(device)!r} was asked for, but torch sees {count} CUDA devices; use 'cpu'.")
+    return torch.device("cuda", index)

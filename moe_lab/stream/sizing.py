@@ -1,0 +1,41 @@
+"""How large a cache is and where: checks of its options before any memory is taken."""
+
+import math
+
+import torch
+
+from moe_lab.errors import LabError, LabTypeError
+from moe_lab.stream.source import ExpertSource
+
+
+def check_size(slots: int | None, gib: float | None) -> None:
+    """LabError unless exactly one of `slots` (whole, at least 1) and `gib` (above 0) is given."""
+    if (slots is None) == (gib is None):
+        raise LabError(f"an expert cache wants either slots or gib, got slots={slots!r} and gib={gib!r}.")
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
+        raise LabTypeError(f"slots={slots!r} is a {type(slots).__name__}; wanted a whole number of experts.")
+    if slots is not None and slots < 1:
+        raise LabError(f"slots={slots}: an expert cache wants at least 1.")
+    if gib is not None and not (math.isfinite(gib) and gib > 0):
+        raise LabError(f"gib={gib!r}: wanted a size above 0.")
+
+
+def slots_in(gib: float, source: ExpertSource) -> int:
+    """Slots that `gib` GiB hold, and no more than there are experts."""
+    slots = int(gib * 2**30 // source.slot_bytes)
+    if slots < 1:
+        raise LabError(
+            f"gib={gib} is {int(gib * 2**30):,} bytes, but one expert of {source.path} takes {source.slot_bytes:,}. "
+            "Give it more."
+        )
+    return min(slots, source.total_experts)
+
+
+def known_device(device: str | torch.device) -> torch.device:
+    """The device with its index; LabError for one that an arena cannot be on."""
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise LabError(f"an expert cache can be on cpu or cuda, not on {where}.")
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if where.type == "cpu" else where

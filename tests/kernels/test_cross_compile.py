@@ -1,0 +1,61 @@
+"""Every kernel compiles for Hopper on a machine without a GPU, and the code says what the kernels promise."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "compile_for_sm90.py"
+GEMV = {
+    "gemv-q2_k-bf16-rows8-two",
+    "gemv-q2_k-f16-rows1",
+    "gemv-q3_k-bf16-rows8-scatter",
+    "gemv-q8_0-f32-rows8",
+    "gemv-q2_k-f32-rows1-twin",
+}
+OTHERS = {
+    "quantize-float32",
+    "quantize-float16",
+    "quantize-bfloat16",
+    "swiglu-f32",
+    "swiglu-bf16-limit-strided",
+    "geglu-bf16",
+    "combine-bf16",
+    "combine-bf16-everything",
+    "dot-f32",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    """variant -> facts, from a process without the interpreter."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["variants"]
+
+
+def test_every_variant_became_machine_code(compiled: dict[str, dict]) -> None:
+    assert set(compiled) == GEMV | OTHERS
+    assert {v["target"] for v in compiled.values()} <= {"sm_90", "sm_90a"}
+    assert min(v["cubin"] for v in compiled.values()) > 1000
+
+
+@pytest.mark.parametrize("variant", sorted(GEMV | OTHERS))
+def test_arithmetic_is_what_the_references_do(compiled: dict[str, dict], variant: str) -> None:
+    facts = compiled[variant]
+    assert not facts["flushes"], "subnormals are flushed"
+    assert not facts["rough_division"], "a division is not correctly rounded"
+    assert not facts["tf32"]
+    if variant != "dot-f32":  # a dot is a sum of fused products by nature
+        assert facts["fused"] == 0, "products are fused into additions"
+
+
+@pytest.mark.parametrize("variant", sorted(GEMV))
+def test_byte_dots_are_instructions_or_their_twins(compiled: dict[str, dict], variant: str) -> None:
+    assert (compiled[variant]["dp4a"] > 0) == (not variant.endswith("twin"))

@@ -1,0 +1,235 @@
+"""The device arena's order of events, on a pretended GPU whose streams run as late as they may."""
+
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lab.errors import LabError
+from moe_lab.stream import arena, cache
+from moe_lab.stream.arena import DeviceArena, Stage
+from moe_lab.stream.cache import ExpertCache
+from tests.support.expert_files import held, wanted, write_experts
+from tests.support.fake_cuda import FakeCuda, LateArena
+
+BYTES = 256
+pytestmark = pytest.mark.filterwarnings("ignore:page-locking")
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+def make(cuda: FakeCuda, slots: int = 2, buffers: int = 2) -> LateArena:
+    return LateArena(slots, BYTES, buffers, cuda)
+
+
+def fill(arena: LateArena, slot: int, value: int) -> Stage:
+    """What a reader and a holder do: fill a buffer once it may be written, queue its copy, give it back."""
+    stage = arena.stage(slot)
+    assert stage is not None
+    stage.wait_writable()
+    stage.view[:] = bytes([value]) * BYTES
+    arena.publish(slot, stage, BYTES)
+    arena.recycle(stage)
+    return stage
+
+
+class Kernel:
+    """Work that reads a slot when its turn comes."""
+
+    def __init__(self, arena: LateArena, slot: int) -> None:
+        self.arena, self.slot, self.saw = arena, slot, -1
+
+    def __call__(self) -> None:
+        row = self.arena.tensor[self.slot]
+        assert bool((row == row[0]).all())
+        self.saw = int(row[0])
+
+
+def test_a_buffer_is_refilled_only_after_its_copy(cuda: FakeCuda):
+    slots = make(cuda, slots=100, buffers=2)
+    for value in range(100):
+        fill(slots, value, value)
+    cuda.synchronize()
+    assert slots.tensor[:, 0].tolist() == list(range(100))
+
+
+def test_a_slot_is_overwritten_only_after_work_on_another_stream(cuda: FakeCuda):
+    slots, side = make(cuda), cuda.new_stream()
+    fill(slots, 0, 7)
+    kernel = Kernel(slots, 0)
+    with cuda.stream(side):
+        slots.enter([0])
+        side.queue.append(kernel)
+        slots.leave([0])
+    fill(slots, 0, 8)
+    cuda.streams[0].synchronize()  # the main stream runs first, as far as it may
+    side.synchronize()
+    assert kernel.saw == 7
+
+
+def test_two_readers_on_two_streams_are_both_waited_for(cuda: FakeCuda):
+    slots, sides = make(cuda), [cuda.new_stream(), cuda.new_stream()]
+    fill(slots, 0, 7)
+    kernels = [Kernel(slots, 0) for _ in sides]
+    for side, kernel in zip(sides, kernels, strict=True):
+        with cuda.stream(side):
+            slots.enter([0])
+            side.queue.append(kernel)
+            slots.leave([0])
+    fill(slots, 0, 8)
+    cuda.synchronize()
+    assert [kernel.saw for kernel in kernels] == [7, 7]
+
+
+def test_bytes_copied_by_one_stream_are_waited_for_by_another(cuda: FakeCuda):
+    slots, side = make(cuda), cuda.new_stream()
+    fill(slots, 0, 7)
+    kernel = Kernel(slots, 0)
+    with cuda.stream(side):
+        slots.enter([0])
+        side.queue.append(kernel)
+    side.synchronize()  # before the stream that copies
+    assert kernel.saw == 7
+
+
+def test_a_copy_waits_for_an_older_copy_into_the_same_slot(cuda: FakeCuda):
+    slots, side = make(cuda), cuda.new_stream()
+    fill(slots, 0, 7)
+    with cuda.stream(side):
+        fill(slots, 0, 8)
+    side.synchronize()
+    cuda.synchronize()
+    assert slots.tensor[0, 0] == 8
+
+
+def test_one_stream_waits_for_nothing(cuda: FakeCuda):
+    slots = make(cuda)
+    for value in range(2):
+        fill(slots, 0, value)
+        slots.enter([0])
+        slots.leave([0])
+    assert all(not callable(work) or "copy_" in work.__code__.co_names for work in cuda.streams[0].queue)
+
+
+def test_an_interrupted_copy_is_waited_for_before_its_buffer_is_lost(cuda: FakeCuda):
+    class Torn(LateArena):
+        def _copy(self, *args) -> None:
+            super()._copy(*args)
+            raise KeyboardInterrupt
+
+    slots = Torn(1, BYTES, 1, cuda)
+    stage = slots.stage(0)
+    assert stage is not None
+    stage.view[:] = b"\7" * BYTES
+    with pytest.raises(KeyboardInterrupt):
+        slots.publish(0, stage, BYTES)
+    assert not cuda.streams[0].queue
+    slots.reclaim(())
+    assert slots.stage(0) is stage
+
+
+def test_no_buffer_is_free_while_all_are_in_use(cuda: FakeCuda):
+    slots = make(cuda, buffers=1)
+    stages = []
+    while (stage := slots.stage(0)) is not None:
+        stages.append(stage)
+    assert len(stages) == len(slots._stages) >= 1
+    slots.recycle(stages[0])
+    slots.recycle(stages[0])
+    assert slots.stage(0) is stages[0]
+    assert slots.stage(0) is None
+
+
+@pytest.mark.parametrize(("slot_bytes", "buffers", "count"), [(256, 2, 2), (1000, 3, 4), (1 << 20, 5, 8)], ids=str)
+def test_the_ring_fills_the_power_of_two_that_is_locked(
+    slot_bytes: int, buffers: int, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    taken, empty = [], torch.empty
+
+    def locked(nbytes: int, dtype: torch.dtype, pin_memory: bool):
+        taken.append(nbytes)
+        return empty(nbytes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", locked)
+    ring = arena._ring(slot_bytes, buffers)
+    assert taken == [1 << (taken[0].bit_length() - 1)]
+    assert ring.shape == (count, slot_bytes)
+    assert taken[0] - ring.numel() < slot_bytes
+
+
+def test_failed_page_locking_warns_once_and_goes_on(cuda: FakeCuda):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        slots = make(cuda)
+        for value in range(5):
+            fill(slots, 0, value)
+    cuda.synchronize()
+    assert [w.category for w in caught] == [RuntimeWarning]
+    assert "page-locking" in str(caught[0].message)
+    assert slots.tensor[0, 0] == 4
+
+
+def test_device_memory_is_checked_first():
+    with pytest.raises(LabError, match="wants 2,560 bytes, but only 100 bytes of memory on cpu are free"):
+        make(FakeCuda(free_bytes=100), slots=10)
+
+
+class TestWholeCache:
+    """ExpertCache over the pretended GPU, with real reader threads."""
+
+    @pytest.fixture
+    def on_fake_gpu(self, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
+        def make_late(slots: int, slot_bytes: int, device: torch.device, buffers: int) -> DeviceArena:
+            return LateArena(slots, slot_bytes, 2, cuda)
+
+        monkeypatch.setattr(cache, "DeviceArena", make_late)
+        monkeypatch.setattr(cache, "HostArena", None)
+        monkeypatch.setattr(cache, "known_device", lambda device: torch.device("cuda", 0))
+        return cuda
+
+    @pytest.mark.parametrize("slots", [1, 3, 8], ids="slots{}".format)
+    def test_every_wave_shows_the_files_bytes(self, tmp_path: Path, on_fake_gpu: FakeCuda, slots: int):
+        source = write_experts(tmp_path / "x.bin")
+        with ExpertCache(slots=slots) as mine:
+            mine.bind(source, "cuda")
+            for experts in ([0, 1, 2], [7, 1], [3, 4, 5, 6, 0]):
+                for wave in mine.waves(experts):
+                    with mine.lease(source, 1, wave) as lease:
+                        on_fake_gpu.synchronize()
+                        assert held(lease) == wanted(source, 1, wave)
+            assert mine.hits + mine.misses == 10
+
+    def test_more_misses_at_once_than_buffers(self, tmp_path: Path, on_fake_gpu: FakeCuda):
+        source = write_experts(tmp_path / "x.bin", experts=40)
+        with ExpertCache(slots=40) as mine:
+            mine.bind(source, "cuda")
+            with mine.lease(source, 0, range(40)) as lease:
+                on_fake_gpu.synchronize()
+                assert held(lease) == wanted(source, 0, range(40))
+
+    def test_callers_that_share_two_buffers_do_not_block_each_other(self, tmp_path: Path, on_fake_gpu: FakeCuda):
+        source = write_experts(tmp_path / "x.bin", experts=40)
+        failures: list[BaseException] = []
+        with ExpertCache(slots=12) as mine:
+            mine.bind(source, "cuda")
+
+            def work(seed: int) -> None:
+                rng = torch.Generator().manual_seed(seed)
+                try:
+                    for _ in range(40):
+                        mine.lease(source, 0, torch.randperm(40, generator=rng)[:3].tolist(), timeout_s=20).release()
+                except BaseException as error:
+                    failures.append(error)
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert not any(thread.is_alive() for thread in threads)
+        assert not failures
