@@ -31,7 +31,7 @@ SUITES = (
     Suite(
         "units, oracles, notebooks, pages",
         ("tests/unit", "tests/oracles", "tests/notebooks", "tests/ui"),
-        ("--jaxtyping-packages=moe_lab,moe_lab_kernels,beartype.beartype",),
+        ("--jaxtyping-packages=moe_lab,moe_lab_kernels,typecheck.check",),
     ),
     Suite("faults", ("tests/faults",)),
     Suite("kernels in the interpreter", ("tests/kernels",), environment={"TRITON_INTERPRET": "1"}),

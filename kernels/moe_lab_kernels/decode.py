@@ -17,6 +17,8 @@ j = 1 and 3 stay where they are, two bits up, and their d8 is quartered instead:
 q2_k rows lie on 4-byte addresses. q3_k and q8_0 rows lie on 2-byte ones: their words are cut out of two neighbouring
 aligned words. Such a word may reach two bytes past the row on either side, but always holds a byte of the row.
 """
+# pyright: reportGeneralTypeIssues=false
+# (pyright takes tl.static_range for a function that never returns)
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.primitives import dp2a, dp4a, funnel, pair, sum4
@@ -54,7 +56,7 @@ def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     packed01, packed23, both = tl.load(words + 2 * h), tl.load(words + 2 * h + 1), tl.load(words + 20)
     scales01, scales23 = packed01 & 0x0F0F0F0F, packed23 & 0x0F0F0F0F
     mins01, mins23 = (packed01 >> 4) & 0x0F0F0F0F, (packed23 >> 4) & 0x0F0F0F0F
-    for j in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+    for j in tl.static_range(4):
         x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
         up, mask = 2 * (j % 2), 0x03030303 << (2 * (j % 2))  # codes of group j, times 4 when j is odd
         idot0, idot1 = (
@@ -90,7 +92,7 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     nibbles01, nibbles23 = funnel(s0, s1, shift, NATIVE) >> (4 * h), funnel(s1, s2, shift, NATIVE) >> (4 * h)
     scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
     scales23 = _minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
-    for j in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+    for j in tl.static_range(4):
         x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
         up, mask, third = 2 * (j % 2), 0x03030303 << (2 * (j % 2)), 0x04040404 << (2 * (j % 2))
         code0 = ((a0 >> (2 * j - up)) & mask) | ((high_a0 << (2 + up - j)) & third)

@@ -25,7 +25,7 @@ from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.decode import part
 from moe_lab_kernels.decode_ref import BLOCK_VALUES, lanes_per_block, part_ref, row_bytes
-from moe_lab_kernels.primitives import offset64, round_to
+from moe_lab_kernels.primitives import butterfly, offset64, round_to
 
 MAX_CHUNK_ROWS = 8
 # Rows of a chunk that share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's own
@@ -59,15 +59,6 @@ class Tile:
 
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_CUDA, TILE_INTERPRETER = Tile(8), Tile(256, sums=256 * MAX_SHARED)
-
-
-@jit
-def butterfly(v):
-    """fp32 sums over the last axis (32 lanes), the same in every lane: lane i with lane i ^ 16, then 8, 4, 2, 1."""
-    lane = tl.arange(0, 32)[None, None, :]
-    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
-        v = v + tl.gather(v, tl.broadcast_to(lane ^ (16 >> i), v.shape), 2)
-    return v
 
 
 @jit

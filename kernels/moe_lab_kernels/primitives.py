@@ -38,6 +38,15 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @jit
+def butterfly(v):
+    """fp32 sums over the last of three axes (32 lanes), the same in every lane: lane i with i ^ 16, then 8, 4, 2, 1."""
+    lane = tl.arange(0, 32)[None, None, :]
+    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
+        v = v + tl.gather(v, tl.broadcast_to(lane ^ (16 >> i), v.shape), 2)
+    return v
+
+
+@jit
 def dot(a, b):
     """a @ b in fp32 without TF32. The interpreter multiplies bf16 and fp8 bit patterns, so it gets fp32 there."""
     if INTERPRET:

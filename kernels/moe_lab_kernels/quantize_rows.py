@@ -15,11 +15,11 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect
-from moe_lab_kernels.primitives import offset64, to_f32
+from moe_lab_kernels.primitives import butterfly, offset64, to_f32
 
 BLOCK = 32
 # Blocks a program takes. Few, so that one decode row spreads over many multiprocessors.
-BLOCKS_CUDA, BLOCKS_INTERPRETER = 8, 256
+BLOCKS_CUDA, BLOCKS_INTERPRETER = 4, 256
 
 
 @jit
@@ -27,15 +27,16 @@ def _quantize(x, codes, scale, total, per_row, tiles, x_row_stride, x_stride, BL
     """Program = (row, tile of blocks)."""
     pid = tl.program_id(0)
     row, tile = pid // tiles, pid % tiles
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    there = (block < per_row)[:, None]
-    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    # axes: one, block, the block's 32 values
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    lane = tl.arange(0, 32)[None, None, :]
+    there, at = (block < per_row) & (lane < 32), block * 32 + lane
     v = to_f32(tl.load(x + offset64(row, x_row_stride) + offset64(at, x_stride), mask=there, other=0))
     # tl.max drops NaN, so a NaN is carried to the scale by hand
-    amax, broken = tl.max(tl.abs(v), 1), tl.max((v != v).to(tl.int32), 1) > 0
+    amax, broken = tl.max(tl.abs(v), 2, keep_dims=True), tl.max((v != v).to(tl.int32), 2, keep_dims=True) > 0
     d = tl.where(broken, float("nan"), tl.div_rn(amax, 127.0))
     zero = amax == 0
-    ratio = tl.div_rn(v, tl.where(zero, 1.0, d)[:, None])
+    ratio = tl.div_rn(v, tl.where(zero, 1.0, d))
     # a quotient can pass 127 only where d is subnormal in fp32 or not a number; scale is 0 or broken there
     ratio = tl.where(tl.abs(ratio) < 127.5, ratio, 0.0)
     whole = ratio.to(tl.int32)
@@ -43,17 +44,9 @@ def _quantize(x, codes, scale, total, per_row, tiles, x_row_stride, x_stride, BL
     code = whole + tl.where(away, tl.where(ratio < 0, -1, 1), 0)
     out = offset64(row, per_row)
     tl.store(codes + out * 32 + at, code.to(tl.int8), mask=there)
-    tl.store(scale + out + block, d.to(tl.float16), mask=block < per_row)
-    tl.store(total + out + block, tl.where(zero, 0.0, _butterfly(v)).to(tl.float16), mask=block < per_row)
-
-
-@jit
-def _butterfly(v):
-    """fp32 sums over the last axis (32 values): the halves added, then their halves, down to one."""
-    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
-        low, high = tl.split(tl.permute(tl.reshape(v, (v.shape[0], 2, 16 >> i)), (0, 2, 1)))
-        v = low + high
-    return tl.reshape(v, (v.shape[0],))
+    first, of_block = there & (lane == 0), out + block + lane * 0
+    tl.store(scale + of_block, (d + lane * 0.0).to(tl.float16), mask=first)
+    tl.store(total + of_block, tl.where(zero, 0.0, butterfly(v)).to(tl.float16), mask=first)
 
 
 def quantize_q8_1(x: Float[Tensor, "R Kd"]) -> tuple[Tensor, Tensor, Tensor]:
