@@ -16,6 +16,7 @@ from moe_lab.errors import LabError
 
 SEED = 0
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Activations:
     """Inputs of L MoE layers for the same T tokens. x float16 [L, T, D]; `layers` names the L layers."""
@@ -27,7 +28,9 @@ class Activations:
 
     @classmethod
     def load(cls, file: str | Path) -> "Activations":
-        """Read an npz with `x` [L, T, D] and optional `layers` [L], `token_ids` [T], `domain` [T]. LabError if it is none."""
+        """Read an npz with `x` [L, T, D] and optional `layers` [L], `token_ids` [T], `domain` [T]. LabError if it is
+        none.
+        """
         try:
             with np.load(file, allow_pickle=False) as data:
                 arrays = {name: data[name] for name in data.files}
@@ -36,7 +39,9 @@ class Activations:
         x = arrays.get("x")
         if x is None or x.ndim != 3 or x.dtype.kind != "f":
             seen = "no x" if x is None else f"{x.dtype} {x.shape}"
-            raise LabError(f"{file} must hold x, floating point [L, T, D]; it has {seen} (arrays: {', '.join(arrays)}).")
+            raise LabError(
+                f"{file} must hold x, floating point [L, T, D]; it has {seen} (arrays: {', '.join(arrays)})."
+            )
         layers = tuple(int(n) for n in arrays.get("layers", range(x.shape[0])))
         if len(layers) != x.shape[0]:
             raise LabError(f"{file}: {len(layers)} layer numbers for x of {x.shape[0]} layers.")
@@ -73,7 +78,9 @@ class Inputs:
         if self.recorded is not None and self.recorded.x.shape[2] != d_model:
             raise LabError(f"{path} holds rows of D={self.recorded.x.shape[2]}, {model} wants D={d_model}.")
         self.tokens, self.d_model, self.synthetic = tokens, d_model, self.recorded is None
-        self.about = f"{tokens} rows recorded in {Path(path).name}" if path else f"{tokens} synthetic rows (normal, seed {SEED})"
+        self.about = (
+            f"{tokens} rows recorded in {Path(path).name}" if path else f"{tokens} synthetic rows (normal, seed {SEED})"
+        )
 
     def layer(self, number: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """x [T, D] of one layer."""

@@ -6,7 +6,9 @@ from moe_lab.errors import LabError
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "cpu", "cuda" or "cuda:1" (or a torch.device) as a device with its index. LabError when this machine has no such one."""
+    """ "cpu", "cuda" or "cuda:1" (or a torch.device) as a device with its index. LabError when this machine has no
+    such one.
+    """
     try:
         wanted = torch.device(device)
     except RuntimeError as e:

@@ -12,7 +12,17 @@ from typing import Literal
 import torch
 
 from moe_lab._types import Float, Int, Tensor
-from moe_lab.arms import Arm, ArmContext, ExpertStack, Schedule, Work, batched_schedule, get_arm, per_token_schedule, waves
+from moe_lab.arms import (
+    Arm,
+    ArmContext,
+    ExpertStack,
+    Schedule,
+    Work,
+    batched_schedule,
+    get_arm,
+    per_token_schedule,
+    waves,
+)
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor
@@ -35,7 +45,8 @@ class Options:
 
     `stores`: "input" passes gate, up, h and each down row through x's dtype; "fp32" rounds the output only.
     `combine_order`: "rank" adds a token's slots as the router ranked them, "expert" by ascending expert id.
-    `chunk_rows` 1..8: rows that share one weight read in `gemv`. `shared_arm`: the shared expert's arm (None: the routed
+    `chunk_rows` 1..8: rows that share one weight read in `gemv`. `shared_arm`: the shared expert's arm (None: the
+    routed
     one where it serves the shared format, else the reference). `sync_timing`: wait for the device at each phase's end.
     """
 
@@ -54,7 +65,9 @@ class Options:
             ("combine_order", ("rank", "expert")), ("stores", ("input", "fp32")), ("chunk_rows", tuple(range(1, 9))),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
-                raise LabError(f"Options.{name} is {getattr(self, name)!r}; this version serves {', '.join(map(repr, allowed))}.")
+                raise LabError(
+                    f"Options.{name} is {getattr(self, name)!r}; this version serves {', '.join(map(repr, allowed))}."
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +81,9 @@ class SharedWeights:
 
     def stack(self) -> ExpertStack:
         """As a stack of one slot."""
-        one = [QuantTensor(q.data.unsqueeze(0), q.format, (1, *q.shape), q.codec) for q in (self.gate, self.up, self.down)]
-        return ExpertStack(*one, {0: 0})
+        parts = (self.gate, self.up, self.down)
+        gate, up, down = (QuantTensor(q.data.unsqueeze(0), q.format, (1, *q.shape), q.codec) for q in parts)
+        return ExpertStack(gate, up, down, {0: 0})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +121,16 @@ class MoELayer:
         model_hash: str = "",
     ) -> None:
         if tuple(router.shape) != (spec.router.width, spec.d_model):
-            raise LabError(f"the router has shape {tuple(router.shape)}; wanted [R, D] = [{spec.router.width}, {spec.d_model}].")
+            raise LabError(
+                f"the router has shape {tuple(router.shape)}; wanted [R, D] = [{spec.router.width}, {spec.d_model}]."
+            )
         if spec.weight_place != "output":
             raise LabError(f"weight_place={spec.weight_place!r}: only 'output' is served.")
         if (spec.shared is None) != (shared is None):
-            raise LabError(f"the spec {'has no' if spec.shared is None else 'wants a'} shared expert, but one was {'given' if shared else 'not given'}.")
+            raise LabError(
+                f"the spec {'has no' if spec.shared is None else 'wants a'} shared expert, "
+                f"but one was {'given' if shared else 'not given'}."
+            )
         self.spec, self.experts, self.number, self.model_hash = spec, experts, number, model_hash
         self.router = router.to(experts.device)
         self.shared = shared
@@ -178,7 +197,9 @@ class MoELayer:
         options: Options | None = None,
         token_ids: Int[Tensor, " T"] | None = None,
     ) -> MoEOutput:
-        """Run the layer on x [T, D]; `routing` skips the router. Raises LabError before any work when inputs disagree."""
+        """Run the layer on x [T, D]; `routing` skips the router. Raises LabError before any work when inputs
+        disagree.
+        """
         options = options or Options()
         self._check_input(x, routing)
         run = _Run(self, x, arm, options)
@@ -218,7 +239,8 @@ class MoELayer:
     def __repr__(self) -> str:
         s, kind = self.spec, "streamed" if isinstance(self.experts, StreamedExperts) else "resident"
         formats = "/".join(self.experts.formats)
-        return f"MoELayer({s.family} layer {self.number}: D={s.d_model} F={s.d_expert} E={s.num_experts} K={s.top_k}, {formats}, {kind} on {self.device})"
+        sizes = f"D={s.d_model} F={s.d_expert} E={s.num_experts} K={s.top_k}"
+        return f"MoELayer({s.family} layer {self.number}: {sizes}, {formats}, {kind} on {self.device})"
 
 
 class _Run:

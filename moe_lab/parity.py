@@ -67,9 +67,16 @@ def nmse(a: Tensor, b: Tensor) -> float:
 
 
 def compare(
-    layer: MoELayer, x: Float[Tensor, "T D"], arms: Sequence[str | Arm], *, routing: Routing | None = None, options: Options | None = None
+    layer: MoELayer,
+    x: Float[Tensor, "T D"],
+    arms: Sequence[str | Arm],
+    *,
+    routing: Routing | None = None,
+    options: Options | None = None,
 ) -> ParityReport:
-    """Run `arms` (at least two; names or objects) on the same rows and picks. LabError for fewer, or for names twice."""
+    """Run `arms` (at least two; names or objects) on the same rows and picks. LabError for fewer, or for names
+    twice.
+    """
     try:
         import pandas as pd
     except ImportError as e:

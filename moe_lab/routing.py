@@ -36,7 +36,9 @@ class Routing:
         if not self.weights.is_floating_point():
             raise LabTypeError(f"Routing.weights are floating point, got {self.weights.dtype}.")
         if self.ids.ndim != 2 or self.ids.shape != self.weights.shape:
-            raise LabError(f"Routing wants ids and weights [T, K], got {tuple(self.ids.shape)} and {tuple(self.weights.shape)}.")
+            raise LabError(
+                f"Routing wants ids and weights [T, K], got {tuple(self.ids.shape)} and {tuple(self.weights.shape)}."
+            )
         if self.ids.device != self.weights.device:
             raise LabError(f"Routing.ids live on {self.ids.device} but the weights on {self.weights.device}.")
         if self.ids.dtype == torch.int64 and self.ids.numel() and self.ids.abs().max() > 2**31 - 1:
@@ -127,9 +129,13 @@ def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None
             f"({spec.num_experts} experts + {spec.zero_experts} zero experts): wanted [T, {spec.width}]."
         )
     if bias is not None and tuple(bias.shape) != (spec.width,):
-        raise LabError(f"correction_bias has shape {tuple(bias.shape)}; wanted [R] = [{spec.width}], zero experts included.")
+        raise LabError(
+            f"correction_bias has shape {tuple(bias.shape)}; wanted [R] = [{spec.width}], zero experts included."
+        )
     if per_expert_scale is not None and tuple(per_expert_scale.shape) != (spec.num_experts,):
-        raise LabError(f"per_expert_scale has shape {tuple(per_expert_scale.shape)}; wanted [E] = [{spec.num_experts}].")
+        raise LabError(
+            f"per_expert_scale has shape {tuple(per_expert_scale.shape)}; wanted [E] = [{spec.num_experts}]."
+        )
     if spec.hash_routing:
         _check_hash(logits, spec, table, token_ids)
     elif table is not None:
@@ -148,7 +154,9 @@ def _check_hash(logits, spec, table, token_ids) -> None:
     if tuple(token_ids.shape) != (logits.shape[0],):
         raise LabError(f"token_ids have shape {tuple(token_ids.shape)}; wanted [T] = [{logits.shape[0]}].")
     if table.numel() and (int(table.min()) < 0 or int(table.max()) >= spec.width):
-        raise LabError(f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{spec.width - 1}.")
+        raise LabError(
+            f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{spec.width - 1}."
+        )
     outside = (token_ids < 0) | (token_ids >= table.shape[0])
     if bool(outside.any()):
         at = int(outside.nonzero()[0])
@@ -240,7 +248,7 @@ def plan(routing: Routing, num_experts: int) -> ExpertPlan:
 
     On CPU any other id raises LabError naming the token; on the device it is left out and counted in `.invalid`.
     """
-    ids, t, k = routing.ids, routing.tokens, routing.top_k
+    ids, k = routing.ids, routing.top_k
     width = max(num_experts, routing.width or num_experts)
     wrong = (ids < -1) | (ids >= width)
     if not ids.is_cuda and bool(wrong.any()):

@@ -61,7 +61,10 @@ class RouterSpec:
             if value not in allowed:
                 raise LabError(f"RouterSpec.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
         if self.num_experts < 1 or self.zero_experts < 0:
-            raise LabError(f"RouterSpec has E={self.num_experts} experts and Z={self.zero_experts} zero experts; wanted E >= 1, Z >= 0.")
+            raise LabError(
+                f"RouterSpec has E={self.num_experts} experts and Z={self.zero_experts} zero experts; "
+                "wanted E >= 1, Z >= 0."
+            )
         if not 1 <= self.top_k <= self.width:
             raise LabError(
                 f"K={self.top_k} experts per token, but the router scores R={self.width}: wanted 1 <= K <= R. "
@@ -84,9 +87,13 @@ class RouterSpec:
         if g == 1:
             return
         if self.group_score == "top2_sum" and r // g < 2:
-            raise LabError(f"group_score='top2_sum' needs two experts a group, but R={r} in n_group={g} groups leaves {r // g}.")
+            raise LabError(
+                f"group_score='top2_sum' needs two experts a group, but R={r} in n_group={g} groups leaves {r // g}."
+            )
         if self.top_k > keep * (r // g):
-            raise LabError(f"K={self.top_k} picks, but topk_group={keep} groups of {r // g} hold only {keep * (r // g)} experts.")
+            raise LabError(
+                f"K={self.top_k} picks, but topk_group={keep} groups of {r // g} hold only {keep * (r // g)} experts."
+            )
 
 
 @dataclass(frozen=True, slots=True)

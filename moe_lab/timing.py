@@ -84,7 +84,8 @@ class PhaseClock:
 class Timing:
     """One layer call. Times in ms; bytes in bytes.
 
-    `hits`, `misses`: distinct experts asked of the cache (0 and 0 when resident); `bytes_read`: bytes this call fetched;
+    `hits`, `misses`: distinct experts asked of the cache (0 and 0 when resident); `bytes_read`: bytes this call
+    fetched;
     `weight_bytes`: expert bytes the arithmetic walked over (an expert read once for n rows counts once);
     `submissions`: times work was handed over (1 a wave of experts when batched, 1 a token and wave when not);
     `launches`: Triton kernels started, or on the torch path matrix products of experts.

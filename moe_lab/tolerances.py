@@ -49,7 +49,8 @@ TOLERANCES: dict[str, Tolerance] = {
     ),
     "activation/f32": Tolerance(
         3e-5, "relative to |b| + tiny",
-        "exp of an fp32 argument z: two or three roundings of z cost up to 3 |z| * 2^-24, and |z| is 70 where the result "
+        "exp of an fp32 argument z: two or three roundings of z cost up to 3 |z| * 2^-24, and |z| is 70 where the "
+        "result "
         "is tiny (1e-30). Values that matter (|z| < 10) are within 2e-6.",
     ),
     "activation/f16": Tolerance(

@@ -68,7 +68,13 @@ class RoutingTrace:
 
     @classmethod
     def from_layers(
-        cls, ids: Mapping[int, np.ndarray], weights: Mapping[int, np.ndarray], *, num_experts: int, width: int, **more: Any
+        cls,
+        ids: Mapping[int, np.ndarray],
+        weights: Mapping[int, np.ndarray],
+        *,
+        num_experts: int,
+        width: int,
+        **more: Any,
     ) -> "RoutingTrace":
         """Build from {layer: ids [T, K]} and {layer: weights [T, K]}; every layer must hold the same T and K."""
         shapes = {n: a.shape for n, a in ids.items()}
@@ -99,11 +105,15 @@ class RoutingTrace:
         pd = _pandas("RoutingTrace.last_token")
         if self.tokens == 0:
             raise LabError("the trace holds no token.")
-        rows = [(n, self.ids[-1, i].tolist(), self.weights[-1, i].astype(float).tolist()) for i, n in enumerate(self.layers)]
+        rows = [
+            (n, self.ids[-1, i].tolist(), self.weights[-1, i].astype(float).tolist()) for i, n in enumerate(self.layers)
+        ]
         return pd.DataFrame(rows, columns=["layer", "ids", "weights"])
 
     def load_table(self) -> "pd.DataFrame":
-        """Assignments per (layer, expert), a row each: layer, expert, assignments, load_ratio (1 = the layer's mean)."""
+        """Assignments per (layer, expert), a row each: layer, expert, assignments, load_ratio (1 = the layer's
+        mean).
+        """
         pd = _pandas("RoutingTrace.load_table")
         rows = []
         for i, n in enumerate(self.layers):
@@ -166,7 +176,9 @@ def read_parquet(path: str | Path) -> RoutingTrace:
         raise LabError(f"{path} is not a readable Parquet trace: {str(e).splitlines()[0]}") from e
     missing = {"token", "layer", "ids", "weights"} - set(table.column_names)
     if missing:
-        raise LabError(f"{path} lacks the trace columns {', '.join(sorted(missing))}; it has {', '.join(table.column_names)}.")
+        raise LabError(
+            f"{path} lacks the trace columns {', '.join(sorted(missing))}; it has {', '.join(table.column_names)}."
+        )
     about = json.loads((table.schema.metadata or {}).get(META_KEY, b"{}"))
     column = {name: table.column(name).combine_chunks() for name in table.column_names}
     ids, weights = (column[c].flatten().to_numpy(zero_copy_only=False) for c in ("ids", "weights"))

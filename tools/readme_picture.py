@@ -1,6 +1,6 @@
 """Draw docs/tour.png, the README's picture: four answers about the shipped model, measured while it runs.
 
-    python tools/readme_picture.py
+python tools/readme_picture.py
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ MIDDLE, DECODED = 3, 96
 def main() -> None:
     """Measure, draw, write."""
     ckpt = lab.open(lab.sample())
+    assert ckpt.spec is not None
     inputs = Inputs(ckpt.path, ckpt.spec.d_model, 512)
     layers = {n: ckpt.layer(n) for n in ckpt.moe_layers}
     with lab.record() as routed:
@@ -39,7 +40,6 @@ def main() -> None:
         lab.plot.batching(batched, ax=axes[0, 1])
         lab.plot.phases(streamed.timings, ax=axes[1, 0])
         lab.plot.parity(parity.bins(), ax=axes[1, 1])
-        figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_bytes(png(figure))
     print(OUT)

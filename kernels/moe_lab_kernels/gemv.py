@@ -89,12 +89,14 @@ def _strip(codes, scale, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, 
     tl.store(at, total, mask=mine & (n_row < N) & (lane == 0))
 
 
+POINTERS = ["codes", "scale", "row_of", "out_row", "chunks", "w", "w2", "out", "out2"]
 SIZES = ["N", "blocks", "n_slots", "n_x", "n_pairs"]
 STRIDES = [f"{name}_stride" for name in ("codes", "scale", "w_slot", "w_row", "w2_slot", "w2_row", "out", "out2")]
 
 
-# Not specialised on sizes or strides: no load is wider than 4 bytes, so that would only multiply compilations.
-@jit(do_not_specialize=SIZES + STRIDES)
+# Not specialised on sizes, strides or addresses: no access is wider than its element, so that would only multiply
+# compilations.
+@jit(do_not_specialize=SIZES + STRIDES, do_not_specialize_on_alignment=POINTERS)
 def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, n_slots, n_x, n_pairs,
           codes_stride, scale_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride, out_stride,
           out2_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,

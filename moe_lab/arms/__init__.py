@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-from moe_lab.arms.base import Arm, ArmContext, ExpertStack, Group, Schedule, Work, batched_schedule, per_token_schedule, waves
+from moe_lab.arms.base import (
+    Arm,
+    ArmContext,
+    ExpertStack,
+    Group,
+    Schedule,
+    Work,
+    batched_schedule,
+    per_token_schedule,
+    waves,
+)
 from moe_lab.arms.gemv import Gemv, PerToken
 from moe_lab.arms.reference import Reference
 from moe_lab.errors import LabError, LabTypeError

@@ -6,7 +6,7 @@ down row. Routing, fetching and combining happen elsewhere and are the same for 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -46,10 +46,10 @@ class ExpertStack:
 
     def __init__(self, gate: QuantTensor, up: QuantTensor, down: QuantTensor, slot_of: dict[int, int]) -> None:
         self.gate, self.up, self.down, self.slot_of = gate, up, down, slot_of
-        self._decoded: dict[tuple[str, str, int], object] = {}
+        self._decoded: dict[tuple[str, str, int], Any] = {}
 
     def part(self, name: str) -> QuantTensor:
-        """"gate", "up" or "down", stacked over slots."""
+        """ "gate", "up" or "down", stacked over slots."""
         return getattr(self, name)
 
     def matrix(self, part: str, expert: int) -> QuantTensor:
@@ -60,11 +60,11 @@ class ExpertStack:
         """One expert's matrix in fp32 [N, Kd]."""
         return self._remember("values", part, expert, QuantTensor.dequantize)
 
-    def integers(self, part: str, expert: int):
+    def integers(self, part: str, expert: int) -> Any:
         """One expert's matrix as an IntegerForm."""
         return self._remember("integers", part, expert, lambda q: q.codec.integer_form(q.data))
 
-    def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], object]):
+    def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], Any]) -> Any:
         key = (kind, part, self.slot_of[expert])
         if key not in self._decoded:
             self._decoded[key] = decode(self.matrix(part, expert))
@@ -78,7 +78,9 @@ class ExpertStack:
 
 @dataclass(slots=True)
 class Work:
-    """What a call did, counted as it happens. `products`: matrix products of the torch paths (kernels count themselves)."""
+    """What a call did, counted as it happens. `products`: matrix products of the torch paths (kernels count
+    themselves).
+    """
 
     submissions: int = 0
     products: int = 0
@@ -110,7 +112,9 @@ class Arm(Protocol):
         """None when the arm serves these weight formats on this backend, else the reason why not."""
         ...
 
-    def experts(self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext) -> None:
+    def experts(
+        self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
+    ) -> None:
         """Write y[token, slot] (y is [T, K, D]) for every pair of `groups` from rows x [T, D]."""
         ...
 

@@ -16,7 +16,9 @@ from moe_lab.formats import Q81Rows, get_format, quantize_q8_1
 KERNEL_FORMATS = ("q2_k", "q3_k", "q8_0")
 
 
-def chunk_table(groups: Sequence[Group], slot_of: dict[int, int], base: int, chunk_rows: int) -> list[tuple[int, int, int]]:
+def chunk_table(
+    groups: Sequence[Group], slot_of: dict[int, int], base: int, chunk_rows: int
+) -> list[tuple[int, int, int]]:
     """(slot, first pair, rows <= chunk_rows) of every chunk; pairs counted from `base`."""
     return [
         (slot_of[g.expert], g.first - base + i, min(chunk_rows, g.rows - i))
@@ -41,7 +43,9 @@ class Gemv:
             return None
         return f"it serves {', '.join(served)}, not {', '.join(sorted(set(missing)))}"
 
-    def experts(self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext) -> None:
+    def experts(
+        self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
+    ) -> None:
         """See `Arm.experts`."""
         first, last = groups[0].first, groups[-1].first + groups[-1].rows
         token, slot = schedule.token[first:last], schedule.slot[first:last]
@@ -101,7 +105,13 @@ def _torch_mlp(x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Gr
 
 
 def _kernel_mlp(
-    x: Tensor, token: Tensor, stack: ExpertStack, chunks: list[tuple[int, int, int]], ctx: ArmContext, out: Tensor, out_row: Tensor
+    x: Tensor,
+    token: Tensor,
+    stack: ExpertStack,
+    chunks: list[tuple[int, int, int]],
+    ctx: ArmContext,
+    out: Tensor,
+    out_row: Tensor,
 ) -> Tensor:
     """The same through the Triton kernels, written to out[out_row]: quantise, gate + up, activation, quantise, down."""
     from moe_lab_kernels import gemv

@@ -1,8 +1,10 @@
 """The int8 decode arithmetic in torch, quick enough for a laptop.
 
-One output of the decode arm is  sum over super-blocks of  d * sum_b d8_b * I_b  -  dmin * sum_b d8_b * J_b,  where I_b is the
+One output of the decode arm is  sum over super-blocks of  d * sum_b d8_b * I_b  -  dmin * sum_b d8_b * J_b,  where
+I_b is the
 integer dot of the weight codes (sub-block scale folded in) with the activation codes over 32 values, and J_b the same
-with the sub-block minima (kquants 2.4). |I_b| <= 32 * 128 * 127 < 2^24, so fp32 matrix products give the integers exactly
+with the sub-block minima (kquants 2.4). |I_b| <= 32 * 128 * 127 < 2^24, so fp32 matrix products give the integers
+exactly
 in any order, and a row's bits cannot depend on the rows beside it. The fp32 sums run block after block.
 """
 
@@ -30,7 +32,8 @@ def _scaled(a: Tensor, w: Tensor, d8: Tensor, form: IntegerForm, scale: Tensor) 
     """sum_g scale[n, g] * (sum of the group's d8_b * integer dot): a [blocks, r, i], w [N, blocks * i] -> [r, N]."""
     n = w.shape[0]
     dots = torch.bmm(a, w.view(n, a.shape[0], -1).permute(1, 2, 0)).mul_(d8)
-    # multiply and add stay separate ops: a fused addcmul may round once or twice depending on where a row falls in a vector
+    # multiply and add stay separate ops: a fused addcmul may round once or twice depending on where a row falls in a
+    # vector
     groups = dots.unflatten(0, (-1, form.group // BLOCK))
     total = torch.zeros_like(dots[0])
     for g, blocks in enumerate(groups):

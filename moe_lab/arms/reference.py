@@ -22,12 +22,16 @@ class Reference:
         """Every format that decodes, everywhere."""
         return None
 
-    def experts(self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext) -> None:
+    def experts(
+        self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
+    ) -> None:
         """See `Arm.experts`."""
         for g in groups:
             pairs = slice(g.first, g.first + g.rows)
             token, slot = schedule.token[pairs], schedule.slot[pairs]
-            y[token, slot] = dense_mlp(x[token].float(), lambda part, e=g.expert: stack.values(part, e), ctx).to(y.dtype)
+            y[token, slot] = dense_mlp(x[token].float(), lambda part, e=g.expert: stack.values(part, e), ctx).to(
+                y.dtype
+            )
             ctx.work.products += 3
             ctx.work.weight_bytes += stack.expert_bytes
 

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 
 def measure_batching(
-    layer: MoELayer, x: Float[Tensor, "T D"], *, arms: Sequence[str] = ("per_token", "gemv"), tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-    repeats: int = 5, budget_s: float = 20.0,
-) -> "pd.DataFrame":  # fmt: skip
+    layer: MoELayer,
+    x: Float[Tensor, "T D"],
+    *,
+    arms: Sequence[str] = ("per_token", "gemv"),
+    tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    repeats: int = 5,
+    budget_s: float = 20.0,
+) -> "pd.DataFrame":
     """Time the first n rows of x for each n of `tokens` and each arm; arms alternate within a repeat.
 
-    Columns: arm, tokens, time_ms_p20, time_ms_p50, time_ms_p80, submissions, weight_bytes, n, backend, device. Cells that
+    Columns: arm, tokens, time_ms_p20, time_ms_p50, time_ms_p80, submissions, weight_bytes, n, backend, device. Cells
+    that
     would pass `budget_s` in all are left out, largest first. LabError when x has fewer rows than asked.
     """
     try:

@@ -5,7 +5,7 @@ Exit codes: 0 fine, 1 the answer is "no", 2 bad input or usage, then with exactl
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from moe_lab.errors import LabError, MissingExtra
 
@@ -15,9 +15,11 @@ except ImportError as e:  # the one place that needs them
     raise MissingExtra("typer", "lab", "the moe-lab command") from e
 
 # Typer carries its own click or uses the installed one, depending on its version; the base of its errors serves both.
-ClickError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="A workbench for Mixture-of-Experts inference.")
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, help="A workbench for Mixture-of-Experts inference."
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 File = Annotated[Path, typer.Argument(help="A GGUF file.")]
 
@@ -32,7 +34,11 @@ def doctor(json: Json = False) -> None:
 
 
 @app.command()
-def inspect(file: File, gib: Annotated[float | None, typer.Option(help="Memory for expert slots, GiB.")] = None, json: Json = False) -> None:
+def inspect(
+    file: File,
+    gib: Annotated[float | None, typer.Option(help="Memory for expert slots, GiB.")] = None,
+    json: Json = False,
+) -> None:
     """What a model file holds: MoE layers, formats, bytes. Reads the header alone."""
     from moe_lab.cli.output import emit
     from moe_lab.inspect import inspect_checkpoint, summary
@@ -41,7 +47,13 @@ def inspect(file: File, gib: Annotated[float | None, typer.Option(help="Memory f
     ckpt = open_checkpoint(file)
     rows = inspect_checkpoint(ckpt).to_dict("records")
     about = summary(ckpt, gib)
-    emit("inspect", rows if rows or not json else [about], as_json=json, title=str(file), notes=[f"{k}: {v}" for k, v in about.items()])
+    emit(
+        "inspect",
+        rows if rows or not json else [about],
+        as_json=json,
+        title=str(file),
+        notes=[f"{k}: {v}" for k, v in about.items()],
+    )
 
 
 @app.command()
@@ -50,10 +62,14 @@ def run(
     layer: Annotated[str, typer.Option(help="A layer number, or all.")] = "all",
     tokens: Annotated[int, typer.Option(help="Rows to run.")] = 512,
     arm: Annotated[str, typer.Option(help="reference, per_token, gemv or auto.")] = "auto",
-    cache_gib: Annotated[float | None, typer.Option(help="Stream the experts through a cache of this many GiB.")] = None,
+    cache_gib: Annotated[
+        float | None, typer.Option(help="Stream the experts through a cache of this many GiB.")
+    ] = None,
     cache_slots: Annotated[int | None, typer.Option(help="Stream the experts through this many slots.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    recorded: Annotated[Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run MoE layers and show where the time went: route, fetch, compute."""
@@ -61,7 +77,14 @@ def run(
     from moe_lab.cli.run import run_layers
 
     rows, notes = run_layers(
-        file, layer=layer, tokens=tokens, arm=arm, cache_gib=cache_gib, cache_slots=cache_slots, device=device, recorded=recorded
+        file,
+        layer=layer,
+        tokens=tokens,
+        arm=arm,
+        cache_gib=cache_gib,
+        cache_slots=cache_slots,
+        device=device,
+        recorded=recorded,
     )
     emit("run", rows, as_json=json, title=f"{file}: {tokens} tokens", notes=notes)
 

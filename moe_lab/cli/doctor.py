@@ -23,7 +23,10 @@ EXTRAS = {
 def checks() -> list[dict[str, Any]]:
     """Rows: check, state ("ok", "absent", "off"), detail."""
     env = environment()
-    rows = [{"check": name, "state": "ok", "detail": env[name]} for name in ("moe_lab", "commit", "python", "torch", "numpy", "system")]
+    rows = [
+        {"check": name, "state": "ok", "detail": env[name]}
+        for name in ("moe_lab", "commit", "python", "torch", "numpy", "system")
+    ]
     rows.append(_triton(env))
     rows.append(_gpu())
     rows.append({"check": "backend", "state": "ok", "detail": _backend_text(env["backend"])})
@@ -37,15 +40,27 @@ def checks() -> list[dict[str, Any]]:
 
 def _triton(env: dict[str, str]) -> dict[str, Any]:
     if find_spec("triton") is None:
-        return {"check": "triton", "state": "absent", "detail": "kernels need it (Linux: pip install triton); torch paths run without"}
+        return {
+            "check": "triton",
+            "state": "absent",
+            "detail": "kernels need it (Linux: pip install triton); torch paths run without",
+        }
     return {"check": "triton", "state": "ok", "detail": env["triton"]}
 
 
 def _gpu() -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"check": "gpu", "state": "absent", "detail": "no CUDA device; arms run in torch, kernels under TRITON_INTERPRET=1"}
+        return {
+            "check": "gpu",
+            "state": "absent",
+            "detail": "no CUDA device; arms run in torch, kernels under TRITON_INTERPRET=1",
+        }
     p = torch.cuda.get_device_properties(0)
-    return {"check": "gpu", "state": "ok", "detail": f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"}
+    return {
+        "check": "gpu",
+        "state": "ok",
+        "detail": f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB",
+    }
 
 
 def _backend_text(backend: str) -> str:

@@ -8,12 +8,24 @@ from typing import Any
 from moe_lab.environment import environment
 
 
-def emit(command: str, rows: Sequence[dict[str, Any]], *, as_json: bool, ok: bool = True, title: str = "", notes: Sequence[str] = ()) -> None:
+def emit(
+    command: str,
+    rows: Sequence[dict[str, Any]],
+    *,
+    as_json: bool,
+    ok: bool = True,
+    title: str = "",
+    notes: Sequence[str] = (),
+) -> None:
     """Print `rows`. JSON: {command, ok, device, backend, rows}; numbers that are not finite become null."""
     if as_json:
         env = environment()
         clean = [{k: _plain(v) for k, v in row.items()} for row in rows]
-        print(json.dumps({"command": command, "ok": ok, "device": env["device"], "backend": env["backend"], "rows": clean}))
+        print(
+            json.dumps(
+                {"command": command, "ok": ok, "device": env["device"], "backend": env["backend"], "rows": clean}
+            )
+        )
         return
     from rich import box
     from rich.console import Console
@@ -21,9 +33,13 @@ def emit(command: str, rows: Sequence[dict[str, Any]], *, as_json: bool, ok: boo
 
     console = Console(width=None if Console().is_terminal else 160)
     if rows:
-        table = Table(title=title or None, title_justify="left", pad_edge=False, padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD)
+        table = Table(
+            title=title or None, title_justify="left", pad_edge=False, padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD
+        )
         for name in rows[0]:
-            table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right", overflow="fold")
+            table.add_column(
+                name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right", overflow="fold"
+            )
         for row in rows:
             table.add_row(*(_text(v) for v in row.values()))
         console.print(table)

@@ -10,12 +10,18 @@ def tour() -> Path:
     """The tour notebook of this checkout. LabError in an installed wheel, which ships no notebooks."""
     path = Path(__file__).resolve().parents[2] / "notebooks" / "00_tour.ipynb"
     if not path.is_file():
-        raise LabError("the tour notebook is not part of the installed package: clone the project, or name one with --notebook.")
+        raise LabError(
+            "the tour notebook is not part of the installed package: clone the project, or name one with --notebook."
+        )
     return path
 
 
-def write_report(*, model: Path | None, notebook: Path | None, out: Path | None, quiet: bool) -> tuple[dict[str, Any], list[str]]:
-    """Execute and export. Returns a row (notebook, report, seconds, kilobytes) and the breakdown the notebook printed."""
+def write_report(
+    *, model: Path | None, notebook: Path | None, out: Path | None, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Execute and export. Returns a row (notebook, report, seconds, kilobytes) and the breakdown the notebook
+    printed.
+    """
     from moe_lab.report.run import run, show_progress
 
     params: dict[str, Any] = {}
@@ -26,5 +32,10 @@ def write_report(*, model: Path | None, notebook: Path | None, out: Path | None,
     source = notebook if notebook is not None else tour()
     target = out if out is not None else Path("reports") / f"{source.stem}.html"
     made = run(source, target, progress=None if quiet else show_progress, **params)
-    row = {"notebook": source.name, "report": str(made.path), "seconds": made.seconds, "kilobytes": made.path.stat().st_size // 1024}
+    row = {
+        "notebook": source.name,
+        "report": str(made.path),
+        "seconds": made.seconds,
+        "kilobytes": made.path.stat().st_size // 1024,
+    }
     return row, [text for text in [made.text("breakdown")] if text]

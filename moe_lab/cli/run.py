@@ -24,9 +24,19 @@ def layer_numbers(ckpt: Checkpoint, layer: str) -> list[int]:
 
 
 def run_layers(
-    file: Path, *, layer: str, tokens: int, arm: str, cache_gib: float | None, cache_slots: int | None, device: str, recorded: Path | None
+    file: Path,
+    *,
+    layer: str,
+    tokens: int,
+    arm: str,
+    cache_gib: float | None,
+    cache_slots: int | None,
+    device: str,
+    recorded: Path | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Timing rows, one a layer, and notes. Resident layers are called once before the clock counts; streamed runs start cold."""
+    """Timing rows, one a layer, and notes. Resident layers are called once before the clock counts; streamed runs
+    start cold.
+    """
     if tokens < 0:
         raise LabError(f"--tokens {tokens}: wanted 0 or more.")
     with ExitStack() as stack:
@@ -46,5 +56,8 @@ def run_layers(
                 moe(x, arm)
         table = rec.timings
         warning = ": no claim about routing" if rows.synthetic else ""
-        notes = [rows.about + warning, "resident, warmed up by one call" if cache is None else f"streamed, cold: {cache!r}"]
+        notes = [
+            rows.about + warning,
+            "resident, warmed up by one call" if cache is None else f"streamed, cold: {cache!r}",
+        ]
         return table.to_dict("records"), notes

@@ -7,7 +7,8 @@ from moe_lab.formats.dense import BF16, F16, F32, DenseFormat
 from moe_lab.formats.kquants import Q2_K_FORMAT, Q3_K_FORMAT
 from moe_lab.formats.legacy import Q8_0_FORMAT
 
-FORMATS: dict[str, WeightFormat] = {f.name: f for f in (F32, F16, BF16, Q8_0_FORMAT, Q2_K_FORMAT, Q3_K_FORMAT)}
+_ALL: tuple[WeightFormat, ...] = (F32, F16, BF16, Q8_0_FORMAT, Q2_K_FORMAT, Q3_K_FORMAT)
+FORMATS: dict[str, WeightFormat] = {f.name: f for f in _ALL}
 
 
 def get_format(format: str | WeightFormat) -> WeightFormat:

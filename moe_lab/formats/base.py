@@ -66,7 +66,10 @@ class BlockFormat:
     def row_bytes(self, kd: int) -> int:
         """Bytes of a row of `kd` values."""
         if kd < self.block or kd % self.block:
-            raise LabError(f"{self.name} rows hold whole blocks of {self.block} values, but a row has {kd}. Pad it or pick another format.")
+            raise LabError(
+                f"{self.name} rows hold whole blocks of {self.block} values, but a row has {kd}. "
+                "Pad it or pick another format."
+            )
         return kd // self.block * self.block_bytes
 
     def blocks(self, raw: Tensor) -> Tensor:
@@ -119,7 +122,9 @@ class QuantTensor:
             raise LabTypeError(f"raw {codec.name} data is uint8, got {data.dtype}.")
         wanted = (*shape[:-1], codec.row_bytes(shape[-1]))
         if data.numel() != torch.Size(wanted).numel():
-            raise LabError(f"{codec.name} of shape {shape} takes {torch.Size(wanted).numel()} bytes, got {data.numel()}.")
+            raise LabError(
+                f"{codec.name} of shape {shape} takes {torch.Size(wanted).numel()} bytes, got {data.numel()}."
+            )
         return cls(data.reshape(wanted), codec.name, shape, codec)
 
     @property
@@ -160,5 +165,7 @@ def lookup(table: Mapping[str, WeightFormat], format: "str | WeightFormat") -> W
             raise LabError(f"no weight format is called {format!r}; known: {', '.join(table)}.")
         return table[format]
     if not isinstance(format, WeightFormat):
-        raise LabTypeError(f"a weight format is a name or an object with dequantize and quantize, got {type(format).__name__}.")
+        raise LabTypeError(
+            f"a weight format is a name or an object with dequantize and quantize, got {type(format).__name__}."
+        )
     return format

@@ -73,7 +73,9 @@ class Q2_K(BlockFormat):
             # C starts its maximum at 0, so negative scales never win, and codes them modulo 256 (they do not occur)
             top = v.amax(-1, keepdim=True).clamp(min=0.0)
             some = top > 0
-            inverse = torch.where(some, divide(15.0, torch.where(some, top, torch.ones_like(top))), torch.zeros_like(top))
+            inverse = torch.where(
+                some, divide(15.0, torch.where(some, top, torch.ones_like(top))), torch.zeros_like(top)
+            )
             return torch.round(inverse * v).to(torch.uint8), torch.where(some, divide(top, 15.0), torch.zeros_like(top))
 
         (sc, d), (m, dmin) = nibbles(scale), nibbles(low)
@@ -119,7 +121,9 @@ class Q3_K(BlockFormat):
         scale = scale.view(*x.shape[:-1], SUB)
         peak = scale.gather(-1, scale.abs().argmax(-1, keepdim=True))
         some = peak != 0
-        inverse = torch.where(some, divide(-32.0, torch.where(some, peak, torch.ones_like(peak))), torch.zeros_like(peak))
+        inverse = torch.where(
+            some, divide(-32.0, torch.where(some, peak, torch.ones_like(peak))), torch.zeros_like(peak)
+        )
         stored = torch.where(some, torch.round(inverse * scale).clamp(-32, 31) + 32, torch.zeros_like(scale))
         sc = stored.to(torch.uint8)
         d = torch.where(some, 1.0 / torch.where(some, inverse, torch.ones_like(inverse)), torch.zeros_like(inverse))

@@ -21,11 +21,14 @@ def ordered_sum(columns: list[Tensor]) -> Tensor:
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b rounded once. torch turns a number over a tensor into a reciprocal and a product, on any device, and on CUDA
+    """a / b rounded once. torch turns a number over a tensor into a reciprocal and a product, on any device, and on
+    CUDA
     a tensor over a number too: two roundings, and other codes."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
-    a, b = (v if isinstance(v, Tensor) else torch.full((), float(v), dtype=like.dtype, device=like.device) for v in (a, b))
+    a, b = (
+        v if isinstance(v, Tensor) else torch.full((), float(v), dtype=like.dtype, device=like.device) for v in (a, b)
+    )
     return a / b
 
 
@@ -34,7 +37,8 @@ def search_scale_min(
 ) -> tuple[Float32[Tensor, " S"], Float32[Tensor, " S"], Int32[Tensor, "S 16"]]:
     """Scale, minimum (>= 0, to be subtracted) and codes 0..nmax of each sub-block, by least absolute error.
 
-    Tries `steps + 1` inverse scales (rmin + rdelta * step + nmax) / (max - offset so far); for each the weighted least-squares
+    Tries `steps + 1` inverse scales (rmin + rdelta * step + nmax) / (max - offset so far); for each the weighted
+    least-squares
     scale and offset of its codes; keeps the one with the smallest sum of |x| * |error|.
     """
     cols = list(x.unbind(-1))

@@ -81,9 +81,7 @@ class StreamedExperts:
         """Hold `experts` in slots while the block runs. Reads what is missing; errors name file, layer and expert."""
         with self.cache.lease(self.source, self.layer, list(experts)) as lease:
             parts = self.source.parts(self.layer)
-            views = [
-                QuantTensor(view, p.format, (view.shape[0], *p.shape), p.codec)
-                for p, view in ((p, lease.views(p)) for p in parts)
-            ]
+            slots = {p: lease.views(p) for p in parts}
+            gate, up, down = (QuantTensor(v, p.format, (len(v), *p.shape), p.codec) for p, v in slots.items())
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
-            yield Fetched(ExpertStack(*views, slot_of), lease.hits, lease.misses, lease.bytes_read)
+            yield Fetched(ExpertStack(gate, up, down, slot_of), lease.hits, lease.misses, lease.bytes_read)

@@ -7,7 +7,8 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, backend, combine, gemv, quantize_rows
+from moe_lab_kernels import activation, backend, combine, gemv, primitives, quantize_rows
+from moe_lab_kernels.backend import jit, tl
 from tests.support.kernel_cases import DTYPES, alone, gemv_case, nmse, same_bits, worst_relative
 
 pytestmark = [
@@ -15,6 +16,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none"),
 ]
 FORMATS = ("q2_k", "q3_k", "q8_0")
+
+
+@jit
+def _dot_kernel(a, b, out):
+    i = tl.arange(0, 16)
+    at = i[:, None] * 16 + i[None, :]
+    tl.store(out + at, primitives.dot(tl.load(a + at), tl.load(b + at)))
+
+
 COUNTS = {
     "T1": [1],
     "T7-one-chunk": [7],
@@ -105,6 +115,28 @@ def test_many_chunks_pass_the_grids_65535() -> None:
     )
     assert torch.equal(out[::2], one.expand(35_001, -1))
     assert torch.equal(out[1::2], other.expand(35_000, -1))
+
+
+def test_sizes_and_strides_do_not_multiply_compilations() -> None:
+    """One compilation for each format, store dtype, lane count, option and power of two of rows, whatever the sizes."""
+
+    def programs() -> int:
+        return len(gemv._gemv.device_caches[torch.cuda.current_device()][0])
+
+    gemv_case("q3_k", 64, 2048, [1], slots=1, device="cuda", dtype="f16").run()
+    before = programs()
+    for n, kd, slots in ((1, 1280, 1), (16, 4096, 2), (17, 2304, 16), (704, 2048, 17)):
+        gemv_case("q3_k", n, kd, [4, 1, 3], slots=slots, device="cuda", dtype="f16").run()
+    assert programs() == before
+
+
+def test_shared_dot_is_not_tf32() -> None:
+    out = torch.zeros(16, 16, device="cuda")
+    backend.launch(_dot_kernel, (1,), torch.full_like(out, 1 + 2**-12), torch.ones_like(out), out, device=out.device)
+    assert out[0, 0].item() == 16.00390625
+    a, b = (torch.randint(-2, 3, (16, 16), device="cuda").bfloat16() for _ in range(2))
+    backend.launch(_dot_kernel, (1,), a, b, out, device=out.device)
+    assert torch.equal(out, a.float() @ b.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,6 @@
-"""Whole layers on the GPU: the arms against each other, streamed against resident, kernels against the CPU's torch path."""
+"""Whole layers on the GPU: the arms against each other, streamed against resident, kernels against the CPU's torch
+path.
+"""
 
 from pathlib import Path
 

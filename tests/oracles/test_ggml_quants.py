@@ -43,7 +43,9 @@ def ggml_quantize(x: torch.Tensor, name: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "heavy_tail", "positive", "negative", "tiny", "subnormal", "sparse", "constant"])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "heavy_tail", "positive", "negative", "tiny", "subnormal", "sparse", "constant"]
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantiser_writes_ggmls_bytes(name: str, kind: str) -> None:
     x = weights(kind)

@@ -124,9 +124,9 @@ def gemv_case(
     row_of = torch.randint(many, (pairs,), generator=draw, dtype=torch.int32)
     starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
     chunks = torch.stack([torch.arange(len(counts)) % slots, starts, torch.tensor(counts)], 1).int().view(-1, 3)
-    w = among_poison(weights(format, slots, n, kd, seed), 255)
-    rows = (among_poison(codes, 127).to(device), among_poison(scale, float("nan")).to(device))
-    return GemvCase(format, rows, row_of.to(device), w.to(device), chunks.to(device), DTYPES[dtype])
+    w = among_poison(weights(format, slots, n, kd, seed).to(device), 255)
+    rows = (among_poison(codes.to(device), 127), among_poison(scale.to(device), float("nan")))
+    return GemvCase(format, rows, row_of.to(device), w, chunks.to(device), DTYPES[dtype])
 
 
 def alone(case: GemvCase, pair: int) -> GemvCase:

@@ -11,7 +11,20 @@ from moe_lab.cli import main
 from moe_lab.timing import PHASES
 
 MODEL = Path(__file__).resolve().parents[2] / "data" / "lab-42m.gguf"
-TIMING = {"layer", "arm", "shared_arm", "backend", "tokens", "other_ms", "wall_ms", "hits", "misses", "bytes_read", "submissions", "launches"}
+TIMING = {
+    "layer",
+    "arm",
+    "shared_arm",
+    "backend",
+    "tokens",
+    "other_ms",
+    "wall_ms",
+    "hits",
+    "misses",
+    "bytes_read",
+    "submissions",
+    "launches",
+}
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -51,7 +64,9 @@ def test_bad_input_is_one_line_and_exit_2(capsys, arguments: tuple[str, ...], wo
 
 
 def test_run_prints_the_timing_columns(capsys) -> None:
-    code, out, _ = call(capsys, "run", str(MODEL), "--layer", "1", "--tokens", "8", "--arm", "gemv", "--cache-slots", "6", "--json")
+    code, out, _ = call(
+        capsys, "run", str(MODEL), "--layer", "1", "--tokens", "8", "--arm", "gemv", "--cache-slots", "6", "--json"
+    )
     answer = json.loads(out)
     assert code == 0
     assert {"command", "ok", "device", "backend", "rows"} == set(answer)

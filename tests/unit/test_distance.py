@@ -42,9 +42,9 @@ def test_bins_hold_every_value_once(kind: str) -> None:
     a = torch.randn(999, generator=g)
     b = torch.where(torch.rand(999, generator=g) < 0.3, a, a * (1 + 1e-5 * torch.randn(999, generator=g)))
     bins = error_bins(a, b, arm_a="a", arm_b="b", kind=kind)
-    assert bins["count"].sum() == 999
-    assert bins["count"].iloc[0] == int((a == b).sum())
-    assert (bins["bin_left"] <= bins["bin_right"]).all()
+    assert int(bins["count"].sum()) == 999
+    assert int(bins["count"].iloc[0]) == int((a == b).sum())
+    assert bool((bins["bin_left"] <= bins["bin_right"]).all())
     assert bins["bin_left"].is_monotonic_increasing
 
 

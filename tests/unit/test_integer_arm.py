@@ -1,4 +1,6 @@
-"""The integer decode arithmetic against float64 formulas of the operands it defines, and against the kernels' reference."""
+"""The integer decode arithmetic against float64 formulas of the operands it defines, and against the kernels'
+reference.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,9 @@ def test_agrees_with_the_kernels_reference(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_error_against_unrounded_activations(name: str) -> None:
     x, rows, q = operands(name, n=256, kd=1024, r=32)
-    assert nmse(integer_matmul(rows, get_format(name).integer_form(q.data)), x.double() @ q.dequantize().double().T) <= tol("gemv/product")
+    assert nmse(
+        integer_matmul(rows, get_format(name).integer_form(q.data)), x.double() @ q.dequantize().double().T
+    ) <= tol("gemv/product")
 
 
 @pytest.mark.parametrize("name", FORMATS)

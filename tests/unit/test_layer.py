@@ -60,7 +60,9 @@ def test_reference_is_the_loop_over_tokens_and_slots(tokens: int) -> None:
     assert tokens == 0 or (y.out - want).abs().max() <= tol("reference/loop") * want.abs().max()
 
 
-@pytest.mark.parametrize("formats", [("q2_k", "q2_k", "q3_k"), ("q8_0", "q8_0", "q8_0"), ("q3_k", "q2_k", "q8_0")], ids="-".join)
+@pytest.mark.parametrize(
+    "formats", [("q2_k", "q2_k", "q3_k"), ("q8_0", "q8_0", "q8_0"), ("q3_k", "q2_k", "q8_0")], ids="-".join
+)
 def test_gemv_stays_within_its_activations_rounding(formats) -> None:
     layer, x = make_layer(formats), rows(64)
     y = layer(x, "gemv")
@@ -111,7 +113,9 @@ def test_combine_order_changes_only_the_rounding() -> None:
     assert (rank - expert).abs().max() <= tol("reference/loop") * rank.abs().max()
 
 
-@pytest.mark.parametrize(("dtype", "row"), [(torch.bfloat16, "store/bf16"), (torch.float16, "store/f16")], ids=["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("dtype", "row"), [(torch.bfloat16, "store/bf16"), (torch.float16, "store/f16")], ids=["bf16", "f16"]
+)
 def test_store_points_cost_what_the_table_says(dtype: torch.dtype, row: str) -> None:
     layer, x = make_layer(), rows(64).to(dtype)
     routing = layer.route(x)
@@ -180,7 +184,11 @@ def test_record_keeps_timings_and_picks() -> None:
         (lambda m: m(torch.zeros(2, 256, dtype=torch.int32)), LabTypeError, ("int32",)),
         (lambda m: m(torch.zeros(2, 256), "gemm"), LabError, ("gemm", "reference")),
         (lambda m: m(torch.zeros(2, 256), 7), LabTypeError, ("int",)),
-        (lambda m: m(torch.zeros(2, 256), routing=Routing(torch.zeros(3, 3).int(), torch.zeros(3, 3))), LabError, ("T=3", "T=2")),
+        (
+            lambda m: m(torch.zeros(2, 256), routing=Routing(torch.zeros(3, 3).int(), torch.zeros(3, 3))),
+            LabError,
+            ("T=3", "T=2"),
+        ),
         (lambda m: Options(chunk_rows=9), LabError, ("chunk_rows", "9")),
         (lambda m: Options(combine_order="random"), LabError, ("combine_order", "random")),  # type: ignore[arg-type]
     ],

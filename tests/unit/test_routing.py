@@ -180,7 +180,9 @@ def test_plan_is_a_permutation_of_all_pairs(tokens: int) -> None:
     r = route(torch.randn(tokens, 60, generator=torch.Generator().manual_seed(tokens)), RouterSpec(60, 6))
     p = plan(r, 60)
     assert int(p.counts.sum()) == tokens * 6
-    assert sorted(zip(p.token.tolist(), p.slot.tolist(), strict=True)) == [(t, k) for t in range(tokens) for k in range(6)]
+    assert sorted(zip(p.token.tolist(), p.slot.tolist(), strict=True)) == [
+        (t, k) for t in range(tokens) for k in range(6)
+    ]
     expert = r.ids[p.token.long(), p.slot.long()] if tokens else torch.zeros(0)
     assert torch.equal(expert, expert.sort(stable=True).values)
 

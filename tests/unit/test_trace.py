@@ -17,8 +17,9 @@ def small_trace() -> RoutingTrace:
     rng = np.random.default_rng(0)
     ids = np.stack([np.stack([rng.permutation(12)[:3] for _ in range(2)]) for _ in range(50)]).astype(np.uint16)
     return RoutingTrace(
-        ids=ids, weights=rng.random(ids.shape).astype(np.float16), layers=(1, 4), num_experts=12, width=14, model_hash="abc",
-        token_ids=np.arange(50, dtype=np.int32), domains=np.array(["de", "fr"] * 25), margin=rng.random((50, 2)).astype(np.float32),
+        ids=ids, weights=rng.random(ids.shape).astype(np.float16), layers=(1, 4), num_experts=12, width=14,
+        model_hash="abc", token_ids=np.arange(50, dtype=np.int32), domains=np.array(["de", "fr"] * 25),
+        margin=rng.random((50, 2)).astype(np.float32),
     )  # fmt: skip
 
 
@@ -57,7 +58,13 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path) -> None:
     with pytest.raises(LabError, match=r"x\.parquet"):
         RoutingTrace.load(path)
     with pytest.raises(LabError, match=r"id 12"):
-        RoutingTrace(ids=np.full((1, 1, 1), 12, np.uint16), weights=np.ones((1, 1, 1), np.float16), layers=(0,), num_experts=12, width=12)
+        RoutingTrace(
+            ids=np.full((1, 1, 1), 12, np.uint16),
+            weights=np.ones((1, 1, 1), np.float16),
+            layers=(0,),
+            num_experts=12,
+            width=12,
+        )
 
 
 def test_activations_load_and_refuse(tmp_path) -> None:
