@@ -43,7 +43,7 @@ def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, PER_BLOCK: tl.conste
         )
     else:
         tl.static_assert(FORMAT == "q8_0")
-        out = _q8_0(w + block * 34, x + block * 32, d8 + block, sub, there, NATIVE)
+        out = _q8_0(w + block * 34, x + block * 32, tl.max_contiguous(d8 + block, [1, 1, 2]), sub, there, NATIVE)
     return out
 
 
@@ -90,10 +90,10 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     odd = w.to(tl.int64).to(tl.int32) & 2
     words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
     at = 2 * k if WIDE else k
-    a0, b0 = _two_words(words + 8 + 8 * h + at, shift, WIDE, NATIVE)
-    a1, b1 = _two_words(words + 12 + 8 * h + at, shift, WIDE, NATIVE)
-    high_a0, high_b0 = _two_words(words + at, shift, WIDE, NATIVE)
-    high_a1, high_b1 = _two_words(words + 4 + at, shift, WIDE, NATIVE)
+    a0, b0 = _two_words(tl.max_contiguous(words + 8 + 8 * h + at, [1, 1, 2]), shift, WIDE, NATIVE)
+    a1, b1 = _two_words(tl.max_contiguous(words + 12 + 8 * h + at, [1, 1, 2]), shift, WIDE, NATIVE)
+    high_a0, high_b0 = _two_words(tl.max_contiguous(words + at, [1, 1, 2]), shift, WIDE, NATIVE)
+    high_a1, high_b1 = _two_words(tl.max_contiguous(words + 4 + at, [1, 1, 2]), shift, WIDE, NATIVE)
     high_a0, high_b0, high_a1, high_b1 = high_a0 >> (4 * h), high_b0 >> (4 * h), high_a1 >> (4 * h), high_b1 >> (4 * h)
     s0, s1, s2, s3 = (
         tl.load(tl.max_contiguous(words + 24, [1, 1, 2])),
@@ -131,11 +131,11 @@ def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
     w += 2
     odd = w.to(tl.int64).to(tl.int32) & 2
     words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
-    a, b = _two_words(words + 2 * sub, shift, True, NATIVE)
+    a, b = _two_words(tl.max_contiguous(words + 2 * sub, [1, 1, 2]), shift, True, NATIVE)
     xy = tl.load(
         tl.max_contiguous((x + 8 * sub).to(tl.pointer_type(tl.int64), bitcast=True), [1, 1, 2]), mask=there, other=0
     )
-    s8 = tl.load(tl.max_contiguous(d8, [1, 1, 2]), mask=there, other=0).to(tl.float32)
+    s8 = tl.load(d8, mask=there, other=0).to(tl.float32)
     idot = dp4a(b, (xy >> 32).to(tl.int32), dp4a(a, xy.to(tl.int32), 0, NATIVE), NATIVE)
     return (d * s8) * idot.to(tl.float32)
 
@@ -169,7 +169,7 @@ def _minus_32(packed):
 @jit
 def _two_words(at, shift, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     """The word (or two) that starts `shift` bits into the aligned word at `at`."""
-    first, second = tl.load(tl.max_contiguous(at, [1, 1, 2])), tl.load(tl.max_contiguous(at + 1, [1, 1, 2]))
+    first, second = tl.load(at), tl.load(tl.max_contiguous(at + 1, [1, 1, 2]))
     a = funnel(first, second, shift, NATIVE)
     return a, funnel(second, tl.load(tl.max_contiguous(at + 2, [1, 1, 2])), shift, NATIVE) if WIDE else a
 

@@ -33,10 +33,25 @@ class IntegerForm(NamedTuple):
 class WeightFormat(Protocol):
     """One block format. `block` values occupy `block_bytes` bytes; rows are whole blocks."""
 
-    name: str
-    block: int
-    block_bytes: int
-    ggml_type: int | None
+    @property
+    def name(self) -> str:
+        """The format's name."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """Values a block."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes a block."""
+        ...
+
+    @property
+    def ggml_type(self) -> int | None:
+        """ggml's number for it, or None."""
+        ...
 
     def row_bytes(self, kd: int) -> int:
         """Bytes of a row of `kd` values; LabError when `kd` is no multiple of the block."""

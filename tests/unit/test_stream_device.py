@@ -212,6 +212,28 @@ class TestWholeCache:
                 on_fake_gpu.synchronize()
                 assert held(lease) == wanted(source, 0, range(40))
 
+    def test_work_of_an_ended_lease_on_another_stream_is_waited_for(self, tmp_path: Path, on_fake_gpu: FakeCuda):
+        source, side, seen = write_experts(tmp_path / "x.bin"), on_fake_gpu.new_stream(), []
+        with ExpertCache(slots=1) as mine:
+            mine.bind(source, "cuda")
+            with on_fake_gpu.stream(side), mine.lease(source, 0, [3]) as lease:
+                row = lease.views("gate")[0]
+                side.queue.append(lambda: seen.append(row.numpy().tobytes()))
+            mine.lease(source, 0, [4]).release()
+            on_fake_gpu.synchronize()
+        assert seen == [wanted(source, 0, [3])[0]["gate"]]
+
+    def test_a_hit_on_another_stream_waits_for_its_copy(self, tmp_path: Path, on_fake_gpu: FakeCuda):
+        source, side, seen = write_experts(tmp_path / "x.bin"), on_fake_gpu.new_stream(), []
+        with ExpertCache(slots=1) as mine:
+            mine.bind(source, "cuda")
+            mine.lease(source, 0, [3]).release()
+            with on_fake_gpu.stream(side), mine.lease(source, 0, [3]) as lease:
+                row = lease.views("gate")[0]
+                side.queue.append(lambda: seen.append(row.numpy().tobytes()))
+            side.synchronize()
+        assert seen == [wanted(source, 0, [3])[0]["gate"]]
+
     def test_callers_that_share_two_buffers_do_not_block_each_other(self, tmp_path: Path, on_fake_gpu: FakeCuda):
         source = write_experts(tmp_path / "x.bin", experts=40)
         failures: list[BaseException] = []

@@ -110,6 +110,7 @@ def test_a_torn_submission_is_made_good_for_those_who_joined(source: ExpertSourc
     assert list(bench.part.table.idle) == [KEY]
 
 
+@pytest.mark.filterwarnings("ignore:page-locking")
 def test_a_torn_start_keeps_its_buffer_for_the_next_try(source: ExpertSource, monkeypatch: pytest.MonkeyPatch):
     arena = LateArena(2, source.slot_bytes, 1, FakeCuda())
     bench = Bench(source, arena)
