@@ -38,7 +38,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, generated files
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.installed-dev)  ## the GPU tests; make gpu GPU_PYTHON=python3 uses a Python you have
 	@$(or $(GPU_PYTHON),$(BIN)/python) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "No CUDA device is visible to $(or $(GPU_PYTHON),$(BIN)/python): run this on a machine with one (see nvidia-smi)."; exit 1; }
-	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs tests/gpu $(ARGS)
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rfEs tests/gpu $(ARGS)
 
 env: $(VENV)/.installed-report  ## write environment.yml from pyproject.toml
 	@$(BIN)/python tools/sync_env.py

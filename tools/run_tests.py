@@ -55,7 +55,7 @@ def run(suite: Suite, arguments: list[str]) -> Outcome:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | suite.environment
     with TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--durations=5", f"--junitxml={counts}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "--durations=5", f"--junitxml={counts}"]
         start = time.perf_counter()
         code = subprocess.run(
             [*command, *suite.options, *suite.folders, *arguments], cwd=ROOT, env=environment

@@ -16,6 +16,10 @@ j = 1 and 3 stay where they are, two bits up, and their d8 is quartered instead:
 
 q2_k rows lie on 4-byte addresses. q3_k and q8_0 rows lie on 2-byte ones: their words are cut out of two neighbouring
 aligned words. Such a word may reach two bytes past the row on either side, but always holds a byte of the row.
+
+`max_contiguous` names lanes as the axis for neighbouring threads. Without it triton 3.6 sees no contiguous axis, gives
+weight rows to threads and sends words through shared memory (40 trips a step). With it no load gets wider, as nothing
+is known of alignment. It holds for a pointer computed in the same function, not for a parameter.
 """
 # pyright: reportGeneralTypeIssues=false
 # (pyright takes tl.static_range for a function that never returns)
@@ -50,18 +54,14 @@ def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, PER_BLOCK: tl.conste
 @jit
 def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     words = w.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = 4 + 8 * h + (2 * k if WIDE else k)
-    a0, a1 = tl.load(tl.max_contiguous(words + at, [1, 1, 2])), tl.load(tl.max_contiguous(words + at + 4, [1, 1, 2]))
-    b0, b1 = (
-        (tl.load(tl.max_contiguous(words + at + 1, [1, 1, 2])), tl.load(tl.max_contiguous(words + at + 5, [1, 1, 2])))
-        if WIDE
-        else (a0, a1)
-    )
-    packed01, packed23, both = (
-        tl.load(tl.max_contiguous(words + 2 * h, [1, 1, 2])),
-        tl.load(tl.max_contiguous(words + 2 * h + 1, [1, 1, 2])),
-        tl.load(tl.max_contiguous(words + 20, [1, 1, 2])),
-    )
+    at = words + 4 + 8 * h + (2 * k if WIDE else k)
+    a0, a1 = tl.load(tl.max_contiguous(at, [1, 1, 2])), tl.load(tl.max_contiguous(at + 4, [1, 1, 2]))
+    b0, b1 = a0, a1
+    if WIDE:
+        b0, b1 = tl.load(tl.max_contiguous(at + 1, [1, 1, 2])), tl.load(tl.max_contiguous(at + 5, [1, 1, 2]))
+    packed01 = tl.load(tl.max_contiguous(words + 2 * h, [1, 1, 2]))
+    packed23 = tl.load(tl.max_contiguous(words + 2 * h + 1, [1, 1, 2]))
+    both = tl.load(tl.max_contiguous(words + 20, [1, 1, 2]))
     scales01, scales23 = packed01 & 0x0F0F0F0F, packed23 & 0x0F0F0F0F
     mins01, mins23 = (packed01 >> 4) & 0x0F0F0F0F, (packed23 >> 4) & 0x0F0F0F0F
     for j in tl.static_range(4):
@@ -95,12 +95,8 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     high_a0, high_b0 = _two_words(tl.max_contiguous(words + at, [1, 1, 2]), shift, WIDE, NATIVE)
     high_a1, high_b1 = _two_words(tl.max_contiguous(words + 4 + at, [1, 1, 2]), shift, WIDE, NATIVE)
     high_a0, high_b0, high_a1, high_b1 = high_a0 >> (4 * h), high_b0 >> (4 * h), high_a1 >> (4 * h), high_b1 >> (4 * h)
-    s0, s1, s2, s3 = (
-        tl.load(tl.max_contiguous(words + 24, [1, 1, 2])),
-        tl.load(tl.max_contiguous(words + 25, [1, 1, 2])),
-        tl.load(tl.max_contiguous(words + 26, [1, 1, 2])),
-        tl.load(tl.max_contiguous(words + 27, [1, 1, 2])),
-    )
+    s0, s1 = tl.load(tl.max_contiguous(words + 24, [1, 1, 2])), tl.load(tl.max_contiguous(words + 25, [1, 1, 2]))
+    s2, s3 = tl.load(tl.max_contiguous(words + 26, [1, 1, 2])), tl.load(tl.max_contiguous(words + 27, [1, 1, 2]))
     top = funnel(s2, s3, shift, NATIVE) >> (4 * h)
     nibbles01, nibbles23 = funnel(s0, s1, shift, NATIVE) >> (4 * h), funnel(s1, s2, shift, NATIVE) >> (4 * h)
     scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
@@ -132,9 +128,8 @@ def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
     odd = w.to(tl.int64).to(tl.int32) & 2
     words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
     a, b = _two_words(tl.max_contiguous(words + 2 * sub, [1, 1, 2]), shift, True, NATIVE)
-    xy = tl.load(
-        tl.max_contiguous((x + 8 * sub).to(tl.pointer_type(tl.int64), bitcast=True), [1, 1, 2]), mask=there, other=0
-    )
+    x_at = (x + 8 * sub).to(tl.pointer_type(tl.int64), bitcast=True)
+    xy = tl.load(tl.max_contiguous(x_at, [1, 1, 2]), mask=there, other=0)
     s8 = tl.load(d8, mask=there, other=0).to(tl.float32)
     idot = dp4a(b, (xy >> 32).to(tl.int32), dp4a(a, xy.to(tl.int32), 0, NATIVE), NATIVE)
     return (d * s8) * idot.to(tl.float32)
@@ -145,19 +140,16 @@ def _activations(x, d8, h, k, j, there, WIDE: tl.constexpr):
     """The lane's words of codes at group j of a 256-block, for quarter 0 and quarter 1, and the scale they share."""
     if WIDE:
         at = (x + (128 * h + 32 * j + 8 * k)).to(tl.pointer_type(tl.int64), bitcast=True)
-        xy0, xy1 = (
-            tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0),
-            tl.load(tl.max_contiguous(at + 2, [1, 1, 2]), mask=there, other=0),
-        )
+        xy0 = tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0)
+        xy1 = tl.load(tl.max_contiguous(at + 2, [1, 1, 2]), mask=there, other=0)
         x0, y0, x1, y1 = xy0.to(tl.int32), (xy0 >> 32).to(tl.int32), xy1.to(tl.int32), (xy1 >> 32).to(tl.int32)
     else:
         at = (x + (128 * h + 32 * j + 4 * k)).to(tl.pointer_type(tl.int32), bitcast=True)
-        x0, x1 = (
-            tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0),
-            tl.load(tl.max_contiguous(at + 4, [1, 1, 2]), mask=there, other=0),
-        )
+        x0 = tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0)
+        x1 = tl.load(tl.max_contiguous(at + 4, [1, 1, 2]), mask=there, other=0)
         y0, y1 = x0, x1
-    return x0, y0, x1, y1, tl.load(tl.max_contiguous(d8 + (4 * h + j), [1, 1, 2]), mask=there, other=0).to(tl.float32)
+    s8 = tl.load(tl.max_contiguous(d8 + (4 * h + j), [1, 1, 2]), mask=there, other=0)
+    return x0, y0, x1, y1, s8.to(tl.float32)
 
 
 @jit

@@ -141,8 +141,8 @@ def gemv(
     rows: (codes int8 [R, Kd], scale fp16 [R, Kd / 32], ..); row_of[p]: the row that pair p uses; w: raw blocks, strided
     over slots and rows at will; chunks: (slot, first pair, rows); out: fp32, fp16 or bf16, rounded once. `out_row`:
     pair p goes to row out_row[p] instead of row p, and out may have any number of rows (values are not checked).
-    `max_rows`: an upper bound on the chunks' rows (1, 2, 4 or 8) that lets decode run a smaller program; chunks above
-    it are not computed. Returns `out`. LabError when shapes, strides, devices or the format disagree.
+    `max_rows` (1, 2, 4 or 8): the most rows a chunk is said to hold, so that decode runs a smaller program; larger
+    chunks are computed all the same. Returns `out`. LabError when shapes, strides, devices or the format disagree.
     """
     codes, scale = rows[0], rows[1]
     _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
@@ -189,9 +189,10 @@ def gemv_ref(
     codes, scale = rows[0], rows[1]
     _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
     for slot, first, n in chunks.tolist():
-        if not 0 <= slot < len(w) or not 0 < n <= max_rows:
+        begin, end = max(first, 0), min(first + n, len(row_of))
+        if not 0 <= slot < len(w) or begin >= end:
             continue
-        pairs = torch.arange(max(first, 0), min(first + n, len(row_of)), device=out.device)
+        pairs = torch.arange(begin, end, device=out.device)
         row = row_of[pairs].long()
         known = (row >= 0) & (row < len(codes))
         index = torch.where(known, row, 0)

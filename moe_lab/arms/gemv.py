@@ -85,7 +85,7 @@ def _has_integers(name: str) -> bool:
     return f.integer_form(torch.zeros(1, f.row_bytes(f.block), dtype=torch.uint8)) is not None
 
 
-def _take(rows: Q81Rows, index: Tensor) -> Q81Rows:
+def _take(rows: Q81Rows, index: Tensor | slice) -> Q81Rows:
     return Q81Rows(rows.codes[index], rows.scale[index], rows.total[index])
 
 

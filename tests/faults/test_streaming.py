@@ -64,6 +64,14 @@ class TestSlots:
             with cache.lease(source, 0, [0, 1]) as again:  # what it holds already needs no slot
                 assert again.hits == 2
 
+    def test_s01_a_request_that_cannot_fit_beside_the_threads_own_lease_is_told_at_once(self, source: ExpertSource):
+        with bound(source, slots=2) as cache, cache.lease(source, 0, [0]):
+            begin = time.monotonic()
+            with pytest.raises(LabError, match="cache full: 1 in use of slots=2, and this thread"):
+                cache.lease(source, 0, [1, 2])
+            assert time.monotonic() - begin < 5
+            cache.lease(source, 0, [1]).release()
+
     def test_s02_more_experts_than_slots_equal_the_resident_result(self, tmp_path: Path):
         reads = CountingReads()
         source = write_experts(tmp_path / "x.bin", read_call=reads)

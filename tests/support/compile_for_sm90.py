@@ -51,6 +51,7 @@ def facts(compiled) -> dict:
         "rough_division": "div.full" in ptx or "div.approx" in ptx,
         "dp4a": ptx.count("dp4a.s32"),
         "tf32": "tf32" in ptx,
+        "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
         "cubin": len(compiled.asm["cubin"]),
     }
 

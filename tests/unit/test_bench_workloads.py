@@ -52,6 +52,7 @@ def test_bytes_of_a_known_layer() -> None:
     assert layer_bytes(QWEN, 1, 8, 84 / 256, 110 / 256) == want
 
 
+@pytest.mark.wrong_types
 def test_an_unknown_popularity_is_refused() -> None:
     with pytest.raises(LabError, match="popularity is 'flat'; it must be uniform or zipf"):
         routings(QWEN, 1, "flat")

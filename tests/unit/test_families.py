@@ -56,6 +56,7 @@ def test_a_familys_settings_reach_the_spec() -> None:
     ],
     ids=["router-unknown", "router-size", "layer-size", "layer-unknown", "file-unknown", "shared-unknown"],
 )
+@pytest.mark.wrong_types
 def test_a_row_that_cannot_be_is_refused_when_it_is_made(fields: dict, said: str) -> None:
     with pytest.raises(LabError, match=said):
         Family(name="mine", gguf_arch="mine", **fields)
@@ -67,6 +68,7 @@ def test_shared_width_must_go_with_the_shared_expert(shared: str, width: int | N
         Family(name="mine", gguf_arch="mine", shared=shared).spec(**SIZES, d_shared=width)  # type: ignore[arg-type]
 
 
+@pytest.mark.wrong_types
 def test_unknown_family_lists_the_known_ones() -> None:
     with pytest.raises(LabError, match="qwen2_moe"):
         get_family("qwen9")

@@ -104,6 +104,7 @@ class TestReads:
         assert file.raw("w").numpy().tobytes() == data
         assert asked == [96 - 7 * done for done in range(14)]
 
+    @pytest.mark.wrong_types
     def test_no_call_asks_for_more_than_a_gib(self, tmp_path: Path) -> None:
         path = tmp_path / "big.bin"
         path.write_bytes(b"x")

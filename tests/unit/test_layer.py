@@ -194,6 +194,7 @@ def test_record_keeps_timings_and_picks() -> None:
     ],
     ids=["width", "vector", "dtype", "arm", "arm_type", "routing_rows", "chunk_rows", "combine_order"],
 )
+@pytest.mark.wrong_types
 def test_refusals_name_what_came_and_what_was_wanted(call, error, words) -> None:
     with pytest.raises(error) as e:
         call(make_layer())

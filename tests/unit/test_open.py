@@ -153,6 +153,7 @@ class TestRefusals:
             lab.open(tiny, family="nope")
 
     @pytest.mark.parametrize("layer", [-1, 2, "0", None])
+    @pytest.mark.wrong_types
     def test_layer_that_is_not_there(self, tiny: Path, layer: Any) -> None:
         with pytest.raises(lab.LabError, match="0, 1"):
             lab.open(tiny).layer(layer)

@@ -91,6 +91,7 @@ def test_r11_groups_of_one_cannot_sum_two() -> None:
         RouterSpec(8, 2, n_group=8, topk_group=4)
 
 
+@pytest.mark.wrong_types
 def test_r13_the_bias_is_as_wide_as_the_logits() -> None:
     with pytest.raises(LabError, match=r"\(4,\).*\[6\]"):
         route(torch.zeros(1, 6), RouterSpec(4, 2, zero_experts=2), correction_bias=torch.zeros(4))
@@ -224,6 +225,7 @@ def test_any_logits_give_distinct_ids_in_range_and_finite_weights(spec: RouterSp
     ],
     ids=["width", "dtype", "score", "groups_do_not_divide", "k_over_kept_groups", "shapes"],
 )
+@pytest.mark.wrong_types
 def test_refusals(make) -> None:
     with pytest.raises(LabError):
         make()

@@ -223,6 +223,7 @@ class TestLimits:
         with pytest.raises(LabError, match=told):
             ExpertCache(**how)
 
+    @pytest.mark.wrong_types
     def test_slots_is_a_whole_number(self):
         with pytest.raises(LabTypeError, match="float"):
             ExpertCache(slots=2.5)  # type: ignore[arg-type]
