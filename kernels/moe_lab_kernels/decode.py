@@ -15,7 +15,8 @@ at bits 2 j, word k of quarter g meets activations 128 h + 32 j + 16 g + 4 k .. 
 j = 1 and 3 stay where they are, two bits up, and their d8 is quartered instead: the same product, exactly.
 
 q2_k rows lie on 4-byte addresses. q3_k and q8_0 rows lie on 2-byte ones: their words are cut out of two neighbouring
-aligned words. Such a word may reach two bytes past the row on either side, but always holds a byte of the row.
+aligned words, and out of a half-word where the second would reach past the block. Nothing behind a row is read; before
+it, only the first half of an aligned word whose second half is the row's.
 
 `max_contiguous` names lanes as the axis for neighbouring threads. Without it triton 3.6 sees no contiguous axis, gives
 weight rows to threads and sends words through shared memory (40 trips a step). With it no load gets wider, as nothing
@@ -96,8 +97,9 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     high_a1, high_b1 = _two_words(tl.max_contiguous(words + 4 + at, [1, 1, 2]), shift, WIDE, NATIVE)
     high_a0, high_b0, high_a1, high_b1 = high_a0 >> (4 * h), high_b0 >> (4 * h), high_a1 >> (4 * h), high_b1 >> (4 * h)
     s0, s1 = tl.load(tl.max_contiguous(words + 24, [1, 1, 2])), tl.load(tl.max_contiguous(words + 25, [1, 1, 2]))
-    s2, s3 = tl.load(tl.max_contiguous(words + 26, [1, 1, 2])), tl.load(tl.max_contiguous(words + 27, [1, 1, 2]))
-    top = funnel(s2, s3, shift, NATIVE) >> (4 * h)
+    s2 = tl.load(tl.max_contiguous(words + 26, [1, 1, 2]))
+    # 16-bit loads: a word here would reach two bytes past the block, and past the tensor behind its last one
+    top = funnel(s2, _half_word(w + 106), shift, NATIVE) >> (4 * h)
     nibbles01, nibbles23 = funnel(s0, s1, shift, NATIVE) >> (4 * h), funnel(s1, s2, shift, NATIVE) >> (4 * h)
     scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
     scales23 = _minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
@@ -117,7 +119,7 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
         scaled = dp2a(pair(idot0, idot1, NATIVE), scales01 if j < 2 else scales23, j % 2, NATIVE)
         main_j = (s8 * (0.25 if j % 2 else 1.0)) * scaled.to(tl.float32)
         main = main_j if j == 0 else main + main_j  # noqa: F821 (bound when j = 0)
-    return half_bits(s3 >> shift) * main
+    return half_bits(_half_word(w + 108)) * main
 
 
 @jit
@@ -127,7 +129,10 @@ def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
     w += 2
     odd = w.to(tl.int64).to(tl.int32) & 2
     words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
-    a, b = _two_words(tl.max_contiguous(words + 2 * sub, [1, 1, 2]), shift, True, NATIVE)
+    first = tl.load(tl.max_contiguous(words + 2 * sub, [1, 1, 2]))
+    second = tl.load(tl.max_contiguous(words + (2 * sub + 1), [1, 1, 2]))
+    # the third word is needed by half, and its other half may lie behind the tensor
+    a, b = funnel(first, second, shift, NATIVE), funnel(second, _half_word(w + (8 * sub + 6)), shift, NATIVE)
     x_at = (x + 8 * sub).to(tl.pointer_type(tl.int64), bitcast=True)
     xy = tl.load(tl.max_contiguous(x_at, [1, 1, 2]), mask=there, other=0)
     s8 = tl.load(d8, mask=there, other=0).to(tl.float32)
@@ -164,6 +169,13 @@ def _two_words(at, shift, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     first, second = tl.load(at), tl.load(tl.max_contiguous(at + 1, [1, 1, 2]))
     a = funnel(first, second, shift, NATIVE)
     return a, funnel(second, tl.load(tl.max_contiguous(at + 2, [1, 1, 2])), shift, NATIVE) if WIDE else a
+
+
+@jit
+def _half_word(at):
+    """The two bytes at `at`, zero-extended to an int32."""
+    half = tl.load(tl.max_contiguous(at.to(tl.pointer_type(tl.int16), bitcast=True), [1, 1, 2]))
+    return half.to(tl.int32) & 0xFFFF
 
 
 @jit
