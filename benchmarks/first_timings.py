@@ -32,13 +32,11 @@ TIMED = ("us_p20", "us_p50", "us_p80", "bytes", "gb_per_s", "floor_us", "ratio_t
 COLUMNS = ["what", "model", "T", "format", *TIMED, "device", "driver", "torch", "triton", "commit"]
 # Other tiles, each at the token counts where it could matter; a new tile is a new compilation.
 VARIANTS: dict[str, tuple[Tile, tuple[int, ...]]] = {
-    "rows4": (Tile(4), (1, 8)),
-    "rows16": (Tile(16), (1,)),
-    "warps2": (Tile(8, warps=2), (1,)),
-    "regs128": (Tile(8, registers=128), (1, 8)),
-    "lanes8": (Tile(8, lanes=8), (1,)),
-    "sums8": (Tile(8, sums=8), (8,)),
-    "rows4-sums8": (Tile(4, sums=8), (8,)),
+    "uncapped": (Tile(8), (1,)),
+    "regs104": (Tile(8, registers=104), (1,)),
+    "sums8-regs128": (Tile(8, sums=8, registers=128), (4, 8)),
+    "rows4-sums8-regs128": (Tile(4, sums=8, registers=128), (4, 8)),
+    "rows4-sums4": (Tile(4, sums=4), (4, 8)),
 }
 Job = tuple[str, str, float, list[Callable[[], Any]]]
 

@@ -150,11 +150,10 @@ def _requests(
 
 
 def _ids_of(trace: RoutingTrace | np.ndarray) -> tuple[np.ndarray, tuple[int, ...], int]:
-    """ids int64 [T, L, K] with -1 where there is nothing to fetch, the layers' numbers, and E."""
+    """ids [T, L, K], the layers' numbers, and E; ids outside 0..E-1 are nothing to fetch."""
     if isinstance(trace, RoutingTrace):
-        # Picks from E on are zero-computation experts: they have no weights.
-        ids = np.where(trace.ids < trace.num_experts, trace.ids.astype(np.int64), -1)
-        return ids, tuple(trace.layers), trace.num_experts
+        # Picks from E on are skipped: zero-computation experts have no weights, and "no pick" is the largest number.
+        return trace.ids, tuple(trace.layers), trace.num_experts
     ids = np.asarray(trace)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise LabError(f"a trace is a RoutingTrace or whole numbers [T, L, K], got {ids.dtype} of shape {ids.shape}.")

@@ -57,8 +57,15 @@ class Tile:
                 raise LabError(f"Tile.{name} is {value}; it must be a power of two, at least {least}.")
 
 
+# Measured on an H200 (triton 3.6), us for one row a chunk / many: qwen3, deepseek, mixtral, V4.1 shapes.
+#   q2_k  8 rows, no cap 6.9 32 32 24 / 53 228 491 128;  128 registers 6.5 28 28 20 / 42 213 368 120;  4 rows 7.4 34 33 23
+#   q3_k  8 rows, no cap 6.8 25 27 24 / 47 217 221 149;  128 registers 6.6 23 28 22 / 44 186 176 127;  4 rows in strips of
+#         8 sums, many: 33 164 170 134
+# 16 rows and 2 warps were slower nearly everywhere.
+TILE_ONE = Tile(8, registers=128)
+TILE_MANY = {"q2_k": Tile(8, registers=128), "q3_k": Tile(4, sums=8), "q8_0": Tile(4, sums=8)}
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
-TILE_CUDA, TILE_INTERPRETER = Tile(8), Tile(256, sums=256 * MAX_SHARED)
+TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
 
 
 @jit
@@ -151,7 +158,8 @@ def gemv(
     n, kd = w.shape[1], codes.shape[1]
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
-        tile = TILE_CUDA if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
+        measured = TILE_ONE if max_rows == 1 else TILE_MANY[format]
+        tile = measured if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
     tiles, two, scatter = -(-n // tile.rows), w2 is not None, out_row is not None
     if tiles > MAX_GRID_Y:
         raise LabError(f"gemv: N={n} in tiles of {tile.rows} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.fills import Entry, Partition
 from moe_lab.stream.lease import Lease
 from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
 from moe_lab.stream.reader import MAX_THREADS, ReaderPool
-from moe_lab.stream.sizing import check_size, known_device, slots_in
+from moe_lab.stream.sizing import check_size, slots_in
 from moe_lab.stream.slots import SlotTable, distinct, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 
@@ -107,7 +108,7 @@ class ExpertCache:
         Raises LabError for a second source or device, and when the memory cannot be had; CheckpointError when the file
         changed since its header was read.
         """
-        where = known_device(device)
+        where = resolve_device(device)
         with self._lock:
             self._require_open()
             if self._source is None:

@@ -116,7 +116,6 @@ class ReaderPool:
                 except Exception:
                     # A broken callback must not cost a thread: the next jobs would wait for ever.
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            del job  # an idle thread keeps no cache alive
         with self._lock:
             self._alive -= 1
             last = self._alive == 0

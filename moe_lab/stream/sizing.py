@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.stream.source import ExpertSource
 
@@ -29,13 +27,3 @@ def slots_in(gib: float, source: ExpertSource) -> int:
             "Give it more."
         )
     return min(slots, source.total_experts)
-
-
-def known_device(device: str | torch.device) -> torch.device:
-    """The device with its index; LabError for one that an arena cannot be on."""
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise LabError(f"an expert cache can be on cpu or cuda, not on {where}.")
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if where.type == "cpu" else where

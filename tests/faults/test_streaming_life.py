@@ -152,7 +152,18 @@ class TestLife:
         until(lambda: threading.active_count() == threads)
         until(lambda: len(os.listdir("/proc/self/fd")) == files)
 
-    def test_closing_wakes_those_who_wait(self, source: ExpertSource, disk: Disk):
+    def test_closing_wakes_those_who_wait_for_a_slot(self, source: ExpertSource):
+        with bound(source, slots=1) as cache, cache.lease(source, 0, [1]):
+
+            def close() -> None:
+                until(lambda: waiting(cache) == 1)
+                cache.close()
+
+            error = together(2, lambda i: cache.lease(source, 0, [2], timeout_s=60) if i else close(), within_s=10)[1]
+            assert isinstance(error, LabError)
+            assert "closed" in str(error)
+
+    def test_closing_wakes_those_who_wait_for_a_read(self, source: ExpertSource, disk: Disk):
         disk.open.clear()
         with bound(source, slots=2) as cache:
 

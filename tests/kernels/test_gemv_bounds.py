@@ -1,4 +1,4 @@
-"""The kernel reads no byte behind the weights: they end where a forbidden page begins, so one byte more ends the process."""
+"""The kernel reads no byte behind the weights: they end where a forbidden page begins, so one byte more ends it all."""
 
 import os
 import subprocess

@@ -189,7 +189,7 @@ class TestWholeCache:
 
         monkeypatch.setattr(cache, "DeviceArena", make_late)
         monkeypatch.setattr(cache, "HostArena", None)
-        monkeypatch.setattr(cache, "known_device", lambda device: torch.device("cuda", 0))
+        monkeypatch.setattr(cache, "resolve_device", lambda device: torch.device("cuda", 0))
         return cuda
 
     @pytest.mark.parametrize("slots", [1, 3, 8], ids="slots{}".format)
@@ -233,6 +233,24 @@ class TestWholeCache:
                 side.queue.append(lambda: seen.append(row.numpy().tobytes()))
             side.synchronize()
         assert seen == [wanted(source, 0, [3])[0]["gate"]]
+
+    def test_an_interrupt_loses_no_buffer(self, tmp_path: Path, on_fake_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+        source, stage = write_experts(tmp_path / "x.bin"), LateArena.stage
+
+        def taken_then_interrupted(self, slot: int) -> None:
+            stage(self, slot)
+            raise KeyboardInterrupt
+
+        with ExpertCache(slots=2) as mine:
+            mine.bind(source, "cuda")
+            with monkeypatch.context() as patch:
+                patch.setattr(LateArena, "stage", taken_then_interrupted)
+                for _ in range(20):
+                    with pytest.raises(KeyboardInterrupt):
+                        mine.lease(source, 0, [1, 2])
+            with mine.lease(source, 0, [1, 2]) as lease:
+                on_fake_gpu.synchronize()
+                assert held(lease) == wanted(source, 0, [1, 2])
 
     def test_callers_that_share_two_buffers_do_not_block_each_other(self, tmp_path: Path, on_fake_gpu: FakeCuda):
         source = write_experts(tmp_path / "x.bin", experts=40)
