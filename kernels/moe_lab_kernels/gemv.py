@@ -14,7 +14,7 @@ chunk without rows, or with a slot outside 0..S-1, writes nothing (tables made o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -26,46 +26,12 @@ from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_row
 from moe_lab_kernels.decode import part
 from moe_lab_kernels.decode_ref import BLOCK_VALUES, lanes_per_block, part_ref, row_bytes
 from moe_lab_kernels.primitives import butterfly, offset64, round_to
+from moe_lab_kernels.tiles import MAX_SHARED, TILE_INTERPRETER, TILE_MANY, TILE_ONE, Tile
 
 MAX_CHUNK_ROWS = 8
-# Rows of a chunk that share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's own
-# work (1.7 instructions a weight) passes that of a row alone (1.6); of 4 it takes 1.2.
-MAX_SHARED = 4
 MAX_GRID_Y = 65_535
 LANES = 32
 ROW_ALIGNMENT = {"q2_k": 4, "q3_k": 2, "q8_0": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a program is cut. Only `lanes` changes bits, and it is for experiments: the default is part of the promise.
-
-    rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold, so n rows
-    of a chunk walk the tile in strips of sums / n weight rows; registers: a thread's cap, or None; lanes: a block's
-    lanes (4 or 8), or None for `lanes_per_block`.
-    """
-
-    rows: int
-    warps: int = 1
-    sums: int = 16
-    registers: int | None = None
-    lanes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("rows", self.rows, 1), ("sums", self.sums, MAX_SHARED)):
-            if value < least or value & (value - 1):
-                raise LabError(f"Tile.{name} is {value}; it must be a power of two, at least {least}.")
-
-
-# Measured on an H200 (triton 3.6), us for one row a chunk / many: qwen3, deepseek, mixtral, V4.1 shapes.
-#   q2_k  8 rows, no cap 6.9 32 32 24 / 53 228 491 128;  128 registers 6.5 28 28 20 / 42 213 368 120;  4 rows 7.4 34 33 23
-#   q3_k  8 rows, no cap 6.8 25 27 24 / 47 217 221 149;  128 registers 6.6 23 28 22 / 44 186 176 127;  4 rows in strips of
-#         8 sums, many: 33 164 170 134
-# 16 rows and 2 warps were slower nearly everywhere.
-TILE_ONE = Tile(8, registers=128)
-TILE_MANY = {"q2_k": Tile(8, registers=128), "q3_k": Tile(4, sums=8), "q8_0": Tile(4, sums=8)}
-# The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
-TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
 
 
 @jit
