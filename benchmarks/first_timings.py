@@ -33,10 +33,8 @@ COLUMNS = ["what", "model", "T", "format", *TIMED, "device", "driver", "torch", 
 # Other tiles, each at the token counts where it could matter; a new tile is a new compilation.
 VARIANTS: dict[str, tuple[Tile, tuple[int, ...]]] = {
     "uncapped": (Tile(8), (1,)),
-    "regs104": (Tile(8, registers=104), (1,)),
-    "sums8-regs128": (Tile(8, sums=8, registers=128), (4, 8)),
-    "rows4-sums8-regs128": (Tile(4, sums=8, registers=128), (4, 8)),
-    "rows4-sums4": (Tile(4, sums=4), (4, 8)),
+    "sums16-regs128": (Tile(8, registers=128), (8,)),
+    "rows4-sums8-regs128": (Tile(4, sums=8, registers=128), (1, 4, 8)),
 }
 Job = tuple[str, str, float, list[Callable[[], Any]]]
 

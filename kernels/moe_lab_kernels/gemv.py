@@ -124,7 +124,7 @@ def gemv(
     n, kd = w.shape[1], codes.shape[1]
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
-        measured = TILE_ONE if max_rows == 1 else TILE_MANY[format]
+        measured = TILE_ONE if max_rows == 1 else TILE_MANY
         tile = measured if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
     tiles, two, scatter = -(-n // tile.rows), w2 is not None, out_row is not None
     if tiles > MAX_GRID_Y:

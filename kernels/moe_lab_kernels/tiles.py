@@ -30,14 +30,14 @@ class Tile:
                 raise LabError(f"Tile.{name} is {value}; it must be a power of two, at least {least}.")
 
 
-# Measured on an H200 (triton 3.6), microseconds for the qwen3 / deepseek / mixtral / V4.1 shapes.
-#                        8 rows             8 rows, 128 registers   4 rows              4 rows, strips of 8 sums
-#   T = 1, gate+up q2_k  7 / 32 / 32 / 24   6 / 28 / 28 / 20        7 / 34 / 33 / 23
-#   T = 1, down q3_k     7 / 25 / 27 / 24   7 / 23 / 28 / 22        8 / 26 / 28 / 24
-#   T = 8, gate+up q2_k  53 / 228 / 491 / 128   42 / 213 / 368 / 120   38 / 232 / 312 / 148   42 / 240 / 335 / 149
-#   T = 8, down q3_k     47 / 217 / 221 / 149   44 / 186 / 176 / 127   33 / 174 / 190 / 134   33 / 164 / 170 / 134
-# 16 rows and 2 warps were slower nearly everywhere. q8_0 was not measured and follows q3_k.
-TILE_ONE = Tile(8, registers=128)
-TILE_MANY = {"q2_k": Tile(8, registers=128), "q3_k": Tile(4, sums=8), "q8_0": Tile(4, sums=8)}
+# Measured on an H200 (triton 3.6), microseconds for the qwen3 / deepseek / mixtral / V4.1 shapes (benchmarks/
+# first_timings.py). Registers capped at 128 unless said.
+#                            8 rows                  8 rows, strips of 8 sums   4 rows, strips of 8 sums
+#   T = 1, gate + up, q2_k   6 / 29 / 28 / 20        (uncapped: 7 / 33 / 32 / 24; 4 rows, uncapped: 7 / 34 / 33 / 23)
+#   T = 1, down, q3_k        7 / 24 / 29 / 22        (uncapped: 7 / 25 / 27 / 24; 4 rows, uncapped: 8 / 26 / 28 / 24)
+#   T = 8, gate + up, q2_k   42 / 212 / 367 / 121    38 / 198 / 321 / 120       36 / 230 / 306 / 149
+#   T = 8, down, q3_k        44 / 186 / 176 / 127    37 / 166 / 189 / 129       36 / 167 / 167 / 139
+# Uncapped at T = 8 is 1.1 to 1.5 times slower; so are 16 rows and 2 warps at T = 1. q8_0 follows the others, unmeasured.
+TILE_ONE, TILE_MANY = Tile(8, registers=128), Tile(8, sums=8, registers=128)
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
