@@ -35,6 +35,8 @@ _PUBLIC = {
     "compare": "parity:compare",
     "errors": "errors",
     "explore": "explore",
+    "hf": "hf",
+    "models": "models",
     "open": "open:open",
     "plan": "routing:plan",
     "plot": "plots",
@@ -67,6 +69,8 @@ __all__ = [
     "compare",
     "errors",
     "explore",
+    "hf",
+    "models",
     "open",
     "plan",
     "plot",
@@ -81,6 +85,8 @@ __all__ = [
 if TYPE_CHECKING:
     from moe_lab import errors as errors
     from moe_lab import explore as explore
+    from moe_lab import hf as hf
+    from moe_lab import models as models
     from moe_lab import plots as plot
     from moe_lab import tolerances as tolerances
     from moe_lab.errors import CheckpointError, LabError, LabTypeError, MissingExtra

@@ -21,10 +21,11 @@ from moe_lab.devices import resolve_device
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import FAMILIES, Family, family_of_arch, get_family
 from moe_lab.formats import FORMATS, QuantTensor
-from moe_lab.layer import MoELayer, SharedWeights, as_quant
+from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
+from moe_lab.weights import SharedWeights, as_quant
 
 
 def open(path: str | os.PathLike[str], *, family: str | Family | None = None) -> "Checkpoint":

@@ -13,7 +13,14 @@ import torch
 from moe_lab._types import Float, Int, Tensor
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.spec import RouterSpec
+from moe_lab_kernels import plan as plan_kernel
+from moe_lab_kernels import route_plan as route_plan_kernel
+from moe_lab_kernels import topk as topk_kernel
+from moe_lab_kernels.backend import backend_of
+from moe_lab_kernels.checks import FLOATS
+from moe_lab_kernels.router_settings import unserved
 
+BackendChoice = Literal["auto", "torch", "triton"]
 ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -85,22 +92,26 @@ def route(
     token_ids: Int[Tensor, " T"] | None = None,
     per_expert_scale: Float[Tensor, " E"] | None = None,
     checked: bool = False,
-    backend: Literal["auto", "torch", "triton"] = "auto",
+    backend: BackendChoice = "auto",
 ) -> Routing:
     """Pick K experts a token and weigh them, as `spec` says.
 
     A NaN logit counts as -inf and weighs 0; 0/0 in the normalisation is 0; +inf takes the whole softmax. `checked`
-    raises LabError naming the first row with a NaN or +inf instead. LabError for widths that disagree.
+    raises LabError naming the first row with a NaN or +inf instead. LabError for widths that disagree. `backend`
+    "auto": one kernel launch on CUDA and in the interpreter, for routers and dtypes it serves, else torch; same bits.
     """
-    if backend not in ("auto", "torch"):
-        raise LabError(f"route has no backend {backend!r} here; it runs as 'torch' on any device ('auto' takes it).")
     _check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
+    vectors = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
+    if _takes_kernel(backend, unserved(spec), logits, **vectors):
+        ids, weights, affected = topk_kernel.topk(logits, spec, **vectors)
+        if checked:
+            _refuse_affected(affected > 0)
+        return Routing(ids, weights, _count(affected), spec.width)
     raw = logits.double()
     nan = raw.isnan()
     bad = (nan | (raw == float("inf"))).any(-1)
-    if checked and bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise LabError(f"row {row} of the logits holds NaN or +inf ({int(bad.sum())} of {len(bad)} rows do).")
+    if checked:
+        _refuse_affected(bad)
     z = raw.masked_fill(nan, float("-inf")) / spec.temperature
     if spec.softcap is not None:
         z = spec.softcap * torch.tanh(z / spec.softcap)
@@ -118,6 +129,27 @@ def route(
         known = ids < spec.num_experts
         w = torch.where(known, w * per_expert_scale.double()[ids.clamp(max=spec.num_experts - 1)], w)
     return Routing(ids.to(torch.int32), w.float(), bad.sum().to(torch.int32), spec.width)
+
+
+def _takes_kernel(backend: BackendChoice, unserved: str | None, *tensors: Tensor, **optional: Tensor | None) -> bool:
+    """Whether the kernel runs: always by name (it then says itself what it refuses), by "auto" where it serves."""
+    if backend not in ("auto", "torch", "triton"):
+        raise LabError(f"backend is {backend!r}; it must be 'auto', 'torch' or 'triton'.")
+    if backend != "auto":
+        return backend == "triton"
+    given = [*tensors, *(t for t in optional.values() if t is not None)]
+    return unserved is None and backend_of(given[0]) != "torch" and all(t.dtype in FLOATS for t in given)
+
+
+def _refuse_affected(bad: Tensor) -> None:
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise LabError(f"row {row} of the logits holds NaN or +inf ({int(bad.sum())} of {len(bad)} rows do).")
+
+
+def _count(affected: Tensor) -> Tensor:
+    """Rows flagged, int32 0-d; one row's flag is its count, which saves a decode step a launch."""
+    return affected.view(()) if len(affected) == 1 else affected.sum(dtype=torch.int32)
 
 
 def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None:
@@ -163,12 +195,18 @@ def _check_hash(logits, spec, table, token_ids) -> None:
         raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
 
 
+def decay(v: Tensor) -> Tensor:
+    """exp(v) for v <= 0, results below the smallest normal float64 taken as 0: there host and GPU disagree."""
+    e = torch.exp(v)
+    return torch.where(e < torch.finfo(torch.float64).tiny, torch.zeros_like(e), e)
+
+
 def softmax64(z: Tensor) -> Tensor:
     """Softmax over the last axis, total: +inf entries share the mass; a row of -inf gives zeros."""
     top = z.amax(-1, keepdim=True)
     infinite = top == float("inf")
     shifted = torch.where(torch.isinf(top), torch.zeros_like(z), z - top)
-    e = torch.where(infinite, (z == float("inf")).double(), torch.exp(shifted))
+    e = torch.where(infinite, (z == float("inf")).double(), decay(shifted))
     e = torch.where(top == float("-inf"), torch.zeros_like(e), e)
     return safe_divide(e, e.sum(-1, keepdim=True))
 
@@ -185,7 +223,7 @@ def _score(z: Tensor, kind: str) -> Tensor:
         return torch.sigmoid(z)
     if kind == "sqrt_softplus":
         # log1p form: torch's softplus switches to the identity above its threshold
-        return torch.sqrt(z.clamp(min=0) + torch.log1p(torch.exp(-z.abs())))
+        return torch.sqrt(z.clamp(min=0) + torch.log1p(decay(-z.abs())))
     return z
 
 
@@ -232,39 +270,55 @@ def _normalise(w: Tensor, spec: RouterSpec) -> Tensor:
 
 def _sparsemixer(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Two arg-max rounds (Phi-3.5): in each, experts far below the best are dropped before the softmax."""
-    rest, ids, weights = z, [], []
-    for _ in range(2):
-        best = top_ids(rest, 1)
+    # One sort for both rounds: once the first pick is masked, a row of -inf elsewhere would offer it again.
+    ids = top_ids(z, 2)
+    rest, weights = z, []
+    for best in ids.split(1, dim=-1):
         top = rest.gather(-1, best)
         dropped = (top - z) / torch.maximum(z.abs(), top) > 2 * eps
         weights.append(softmax64(rest.masked_fill(dropped, float("-inf"))).gather(-1, best))
-        ids.append(best)
         rest = rest.scatter(-1, best, float("-inf"))
-    return torch.cat(ids, -1), torch.cat(weights, -1)
+    return ids, torch.cat(weights, -1)
 
 
-def plan(routing: Routing, num_experts: int) -> ExpertPlan:
+def plan(routing: Routing, num_experts: int, *, backend: BackendChoice = "auto") -> ExpertPlan:
     """Group the pairs of `routing` by expert. -1 and zero-computation experts (E <= id < R) are left out.
 
-    On CPU any other id raises LabError naming the token; on the device it is left out and counted in `.invalid`.
+    On CPU any other id raises LabError naming the token; on the device it is left out and counted in `.invalid`,
+    without a look from the host. `backend` as in `route`.
     """
-    ids, k = routing.ids, routing.top_k
+    ids, weights = routing.ids, routing.weights
     width = max(num_experts, routing.width or num_experts)
+    if not ids.is_cuda:
+        _refuse_invalid(ids, width)
+    why = f"E={num_experts}" if num_experts > plan_kernel.MOST_EXPERTS else None
+    kernel = _takes_kernel(backend, why, weights)
+    return ExpertPlan(*(plan_kernel.plan if kernel else plan_kernel.plan_ref)(ids, weights, num_experts, width))
+
+
+def _refuse_invalid(ids: Tensor, width: int) -> None:
     wrong = (ids < -1) | (ids >= width)
-    if not ids.is_cuda and bool(wrong.any()):
+    if bool(wrong.any()):
         token, slot = (int(v) for v in wrong.nonzero()[0])
         raise LabError(f"routing.ids[{token}, {slot}] is {int(ids[token, slot])}; wanted -1 (skip) or 0..{width - 1}.")
-    flat = ids.reshape(-1)
-    key = torch.where((flat >= 0) & (flat < num_experts), flat, torch.full_like(flat, num_experts))
-    order = torch.sort(key, stable=True).indices
-    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts].to(torch.int32)
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-    offsets[1:] = counts.cumsum(0)
-    return ExpertPlan(
-        counts=counts,
-        offsets=offsets,
-        token=(order // max(k, 1)).to(torch.int32),
-        slot=(order % max(k, 1)).to(torch.int32),
-        weight=routing.weights.reshape(-1)[order],
-        invalid=wrong.sum().to(torch.int32),
-    )
+
+
+def route_plan(
+    logits: Float[Tensor, "T R"],
+    spec: RouterSpec,
+    *,
+    correction_bias: Float[Tensor, " R"] | None = None,
+    per_expert_scale: Float[Tensor, " E"] | None = None,
+    backend: BackendChoice = "auto",
+) -> tuple[Routing, ExpertPlan]:
+    """`route`, then `plan` of its picks; in one launch for up to 8 tokens where the kernel serves. Same bits."""
+    vectors = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
+    why = route_plan_kernel.unserved(len(logits), spec)
+    if why or not _takes_kernel(backend, why, logits, **vectors):
+        routing = route(
+            logits, spec, correction_bias=correction_bias, per_expert_scale=per_expert_scale, backend=backend
+        )
+        return routing, plan(routing, spec.num_experts, backend=backend)
+    _check_route(logits, spec, correction_bias, None, None, per_expert_scale)
+    ids, weights, affected, groups = route_plan_kernel.route_plan(logits, spec, **vectors)
+    return Routing(ids, weights, _count(affected), spec.width), ExpertPlan(*groups)

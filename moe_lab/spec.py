@@ -51,15 +51,16 @@ class RouterSpec:
         return self.num_experts + self.zero_experts
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("score", self.score, ("softmax", "sigmoid", "sqrt_softplus", "none")),
-            ("weights_from", self.weights_from, ("score", "softmax_topk", "sigmoid_topk", "sparsemixer")),
-            ("norm_kind", self.norm_kind, ("add", "max")),
-            ("scale_on", self.scale_on, ("weights", "output")),
-            ("group_score", self.group_score, ("top2_sum", "max")),
-        ):
-            if value not in allowed:
-                raise LabError(f"RouterSpec.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+        _one_of(
+            "RouterSpec",
+            {
+                "score": (self.score, ("softmax", "sigmoid", "sqrt_softplus", "none")),
+                "weights_from": (self.weights_from, ("score", "softmax_topk", "sigmoid_topk", "sparsemixer")),
+                "norm_kind": (self.norm_kind, ("add", "max")),
+                "scale_on": (self.scale_on, ("weights", "output")),
+                "group_score": (self.group_score, ("top2_sum", "max")),
+            },
+        )
         if self.num_experts < 1 or self.zero_experts < 0:
             raise LabError(
                 f"RouterSpec has E={self.num_experts} experts and Z={self.zero_experts} zero experts; "
@@ -98,18 +99,36 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedSpec:
-    """An expert every token visits. `gated`: its output is scaled by sigmoid(x . w_gate)."""
+    """An expert every token visits; it computes by the layer's own formula, with a clamp of its own.
+
+    `gated`: its output is scaled by sigmoid(x . w_gate). `combine`: "sum" adds it to the routed sum, "average" halves
+    that total. `limit`: as MoESpec.limit, for this expert alone (None: no clamp, whatever the routed experts do).
+    """
 
     d_expert: int
     gated: bool = False
+    combine: Literal["sum", "average"] = "sum"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("SharedSpec", {"combine": (self.combine, ("sum", "average"))})
+        if self.d_expert < 1:
+            raise LabError(f"SharedSpec.d_expert is {self.d_expert}; it must be at least 1.")
+        _check_limit("SharedSpec", self.limit)
 
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
     """One MoE layer's shape and formulas. D = d_model, F = d_expert, E and K come from `router`.
 
-    `activation`: h = act(gate) * up. `limit` clamps around it as `limit_mode` says; `alpha` is the OAI sigmoid factor.
-    `weight_place`: where the router's weight multiplies ("output", "input" or "hidden", i.e. before down).
+    An expert: h = act(gate) * up, or act(up) where it is not `gated`; then down. `limit` L clamps as `limit_mode` says:
+    "before" g to at most L and u to -L..L, then act(g) u; "after" min(act(g), L) clip(u); "oai" clamps as "before" and
+    computes g sigmoid(alpha g) (u + 1). `expert_bias`: gate, up and down have one, down's inside the weighted sum.
+    `weight_place`: the router's weight multiplies each expert's "output", its "input", or the "hidden" before down.
+    `latent`: the experts' own width; x is projected to it before them and the weighted sum back after.
+    `router_input`: "normed" scores rms_norm(x) * scale * D^-1/2 instead of the rows themselves.
+    `feed_forward`: "normed_residual" takes the residual stream and does the decoder layer's whole feed-forward half:
+    out = (x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))) * layer_scalar, with `norm_eps`.
     """
 
     router: RouterSpec
@@ -123,10 +142,42 @@ class MoESpec:
     router_bias: bool = False
     shared: SharedSpec | None = None
     family: str = "custom"
+    gated: bool = True
+    expert_bias: bool = False
+    correction_bias: bool = False
+    per_expert_scale: bool = False
+    latent: int | None = None
+    router_input: Literal["rows", "normed"] = "rows"
+    feed_forward: Literal["experts", "normed_residual"] = "experts"
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.d_model < 1 or self.d_expert < 1:
-            raise LabError(f"MoESpec has D={self.d_model} and F={self.d_expert}; both must be at least 1.")
+        _one_of(
+            "MoESpec",
+            {
+                "activation": (self.activation, ("silu", "gelu_tanh", "relu2")),
+                "limit_mode": (self.limit_mode, ("before", "after", "oai")),
+                "weight_place": (self.weight_place, ("output", "input", "hidden")),
+                "router_input": (self.router_input, ("rows", "normed")),
+                "feed_forward": (self.feed_forward, ("experts", "normed_residual")),
+            },
+        )
+        if self.d_model < 1 or self.d_expert < 1 or (self.latent is not None and self.latent < 1):
+            raise LabError(f"MoESpec has D={self.d_model}, F={self.d_expert}, latent={self.latent}; wanted at least 1.")
+        _check_limit("MoESpec", self.limit)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        oai = self.limit_mode == "oai"
+        for wrong, why in (
+            (oai and not (self.gated and self.activation == "silu"), "limit_mode='oai' is a form of gated silu"),
+            (not self.gated and self.limit is not None, "a limit clamps gate and up, but these experts have no gate"),
+            (self.expert_bias and self.weight_place != "output", "a down bias is weighed on the output only"),
+            (self.latent and self.router.zero_experts, "zero experts give x back, which a latent width cannot hold"),
+            (self.feed_forward == "normed_residual" and self.shared is None, "'normed_residual' adds a shared branch"),
+        ):
+            if wrong:
+                raise LabError(f"MoESpec cannot be: {why}.")
 
     @property
     def num_experts(self) -> int:
@@ -137,3 +188,19 @@ class MoESpec:
     def top_k(self) -> int:
         """K, picks per token."""
         return self.router.top_k
+
+    @property
+    def d_routed(self) -> int:
+        """The width of the rows that experts read and write: D, or the latent width."""
+        return self.latent or self.d_model
+
+
+def _one_of(what: str, fields: dict[str, tuple[str, tuple[str, ...]]]) -> None:
+    for name, (value, allowed) in fields.items():
+        if value not in allowed:
+            raise LabError(f"{what}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+
+
+def _check_limit(what: str, limit: float | None) -> None:
+    if limit is not None and not 0 < limit < math.inf:
+        raise LabError(f"{what}.limit is {limit}; it must be > 0 and finite, or None for no clamp.")

@@ -6,6 +6,10 @@
     gemv           expert rows times raw quantised weights, at most 8 rows sharing one read of the weights
     activation     gated activations
     combine        expert outputs back into token order
+    router         rows times the router's weight: logits
+    topk           logits to K expert ids and weights a token (score: its arithmetic, router_settings: its host side)
+    plan           (token, slot) pairs grouped by expert, on the device
+    route_plan     topk and plan of up to 8 tokens in one launch
 
 Importing needs torch alone: without Triton, or without a GPU and outside Triton's interpreter, a launcher says so when
 it is called and names the reference that runs anyway.

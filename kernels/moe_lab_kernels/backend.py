@@ -52,12 +52,13 @@ def _probe(x):
 INTERPRETED = not isinstance(_probe, JITFunction)
 
 
-def serve(op: str, **tensors: torch.Tensor | None) -> Backend:
+def serve(op: str, reference: str | None = None, /, **tensors: torch.Tensor | None) -> Backend:
     """The backend that runs `op` on these tensors (None is skipped).
 
     LabError when they lie on different devices, when Triton is missing, or when they are CPU tensors outside the
-    interpreter; the message names `<op>_ref`, which runs everywhere.
+    interpreter; the message names `reference` (`<op>_ref` by default), which runs everywhere.
     """
+    reference = reference or f"{op}_ref"
     given = {name: t for name, t in tensors.items() if t is not None}
     (first, head), *rest = given.items()
     for name, t in rest:
@@ -67,7 +68,7 @@ def serve(op: str, **tensors: torch.Tensor | None) -> Backend:
             )
     if triton is None:
         raise LabError(
-            f"{op} needs Triton, which is not installed (pip install triton, Linux only); {op}_ref runs without it."
+            f"{op} needs Triton, which is not installed (pip install triton, Linux only); {reference} runs without it."
         )
     if INTERPRETED and head.device.type in ("cpu", "cuda"):
         return "interpreter"
@@ -77,8 +78,8 @@ def serve(op: str, **tensors: torch.Tensor | None) -> Backend:
     found = f"{count} found here" if count else "no GPU was found here"
     late = "; it is set now, but was not when the kernels were imported" if _wants_interpreter() else ""
     raise LabError(
-        f"{op} is a GPU kernel, but {first} is on {head.device}. Move it to a CUDA device ({found}), call {op}_ref, or "
-        f"start Python with TRITON_INTERPRET=1 to run the kernel in Triton's interpreter{late}."
+        f"{op} is a GPU kernel, but {first} is on {head.device}. Move it to a CUDA device ({found}), call {reference}, "
+        f"or start Python with TRITON_INTERPRET=1 to run the kernel in Triton's interpreter{late}."
     )
 
 

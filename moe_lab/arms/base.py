@@ -27,26 +27,64 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """The order of work. token, slot int64 [P]: pair p is slot `slot[p]` of token `token[p]`.
+    """The order of work. token, slot int64 [P]: pair p is slot `slot[p]` of token `token[p]`; weight fp32 [P] is the
+    router's, for formulas that need it before the combine.
 
     `steps`: each a list of groups handed over together (one submission); a group's pairs are contiguous.
     """
 
     token: Tensor
     slot: Tensor
+    weight: Tensor
     steps: tuple[tuple[Group, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertBiases:
+    """Biases of all E experts, whichever of them are at hand: gate, up [E, F], down [E, D]. No gate, no gate bias."""
+
+    up: Tensor
+    down: Tensor
+    gate: Tensor | None = None
+
+
 class ExpertStack:
-    """Expert weights at hand: gate and up [S, F, D], down [S, D, F], and which slot holds which expert.
+    """Expert weights at hand: gate and up [S, F, D], down [S, D, F], and which slot holds which expert. `gate` is None
+    where experts have none.
 
     Remembers what the CPU paths decode from a slot (fp32 values, integer forms) for as long as it lives: for ever when
     the layer is resident, one wave of experts when streamed.
     """
 
-    def __init__(self, gate: QuantTensor, up: QuantTensor, down: QuantTensor, slot_of: dict[int, int]) -> None:
-        self.gate, self.up, self.down, self.slot_of = gate, up, down, slot_of
+    def __init__(
+        self,
+        gate: QuantTensor | None,
+        up: QuantTensor,
+        down: QuantTensor,
+        slot_of: dict[int, int],
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        self.up, self.down, self.slot_of, self.biases = up, down, slot_of, biases
+        self._gate = gate
         self._decoded: dict[tuple[str, str, int], Any] = {}
+
+    @property
+    def gate(self) -> QuantTensor:
+        """The gate projections. LabError where experts have none."""
+        if self._gate is None:
+            raise LabError("these experts have no gate projection.")
+        return self._gate
+
+    @property
+    def parts(self) -> dict[str, QuantTensor]:
+        """What there is of gate, up and down."""
+        named = {"gate": self._gate, "up": self.up, "down": self.down}
+        return {name: q for name, q in named.items() if q is not None}
+
+    def bias(self, part: str, expert: int) -> Tensor | None:
+        """One expert's bias [N], or None."""
+        bias = None if self.biases is None else getattr(self.biases, part)
+        return None if bias is None else bias[expert]
 
     def part(self, name: str) -> QuantTensor:
         """ "gate", "up" or "down", stacked over slots."""
@@ -72,8 +110,8 @@ class ExpertStack:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's three matrices."""
-        return sum(q.nbytes // max(1, len(q)) for q in (self.gate, self.up, self.down))
+        """Bytes of one expert's matrices."""
+        return sum(q.nbytes // max(1, len(q)) for q in self.parts.values())
 
 
 @dataclass(slots=True)
@@ -104,7 +142,11 @@ class ArmContext:
 
 @runtime_checkable
 class Arm(Protocol):
-    """A user's own arm has these two members and may be passed wherever a name is taken."""
+    """A user's own arm has these members and may be passed wherever a name is taken.
+
+    One more is optional: `lacks(spec: MoESpec) -> str | None`, None when the arm computes this layer's expert formula
+    (activation, clamp, biases, place of the weight), else what it lacks. An arm without it vouches for itself.
+    """
 
     name: str
 
@@ -128,7 +170,7 @@ def batched_schedule(plan: ExpertPlan) -> Schedule:
             groups.append(Group(expert, first, rows))
             first += rows
     steps = (tuple(groups),) if groups else ()
-    return Schedule(plan.token[:first].long(), plan.slot[:first].long(), steps)
+    return Schedule(plan.token[:first].long(), plan.slot[:first].long(), plan.weight[:first], steps)
 
 
 def per_token_schedule(plan: ExpertPlan) -> Schedule:
@@ -144,7 +186,7 @@ def per_token_schedule(plan: ExpertPlan) -> Schedule:
             groups[-1] = Group(e, groups[-1].first, groups[-1].rows + 1)
         else:
             groups.append(Group(e, p, 1))
-    return Schedule(token, slot, tuple(tuple(g) for g in steps.values()))
+    return Schedule(token, slot, batched.weight[order], tuple(tuple(g) for g in steps.values()))
 
 
 def waves(groups: Sequence[Group], slots: int) -> Iterable[tuple[Group, ...]]:
@@ -161,12 +203,22 @@ def activate(gate: Tensor, up: Tensor, ctx: ArmContext) -> Tensor:
 
     compiled = ctx.backend != "torch"
     spec = ctx.spec
-    if spec.limit is not None and spec.limit_mode != "before":
-        raise LabError(f"limit_mode={spec.limit_mode!r} has no activation kernel; only 'before' has.")
+    reason = lacks_kernel(spec)
+    if reason is not None:
+        raise LabError(f"no activation kernel computes {reason}.")
     if spec.activation == "silu":
         op = activation.swiglu if compiled else activation.swiglu_ref
-    elif spec.activation == "gelu_tanh":
-        op = activation.geglu if compiled else activation.geglu_ref
     else:
-        raise LabError(f"activation {spec.activation!r} is not one of silu, gelu_tanh.")
+        op = activation.geglu if compiled else activation.geglu_ref
     return op(gate, up, limit=spec.limit)
+
+
+def lacks_kernel(spec: MoESpec) -> str | None:
+    """None when `activate` computes the spec's hidden rows, else the part of the formula that it does not."""
+    if not spec.gated:
+        return "experts without a gate"
+    if spec.activation not in ("silu", "gelu_tanh"):
+        return f"activation {spec.activation!r}"
+    if spec.limit_mode == "oai" or (spec.limit is not None and spec.limit_mode != "before"):
+        return f"limit_mode {spec.limit_mode!r}"
+    return None

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate
+from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
 from moe_lab.arms.integer import integer_matmul
 from moe_lab.formats import Q81Rows, get_format, quantize_q8_1
+from moe_lab.spec import MoESpec
 
 KERNEL_FORMATS = ("q2_k", "q3_k", "q8_0")
 
@@ -42,6 +43,14 @@ class Gemv:
         if backend == "torch" and all(_has_integers(f) for f in missing):
             return None
         return f"it serves {', '.join(served)}, not {', '.join(sorted(set(missing)))}"
+
+    def lacks(self, spec: MoESpec) -> str | None:
+        """Plain gated experts alone, weighed on their output."""
+        if spec.expert_bias:
+            return "expert biases"
+        if spec.weight_place != "output":
+            return f"the routing weight on the {spec.weight_place}"
+        return lacks_kernel(spec)
 
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext

@@ -6,10 +6,9 @@ matrix, so that a 512-token layer stays interactive on a laptop.
 
 from collections.abc import Sequence
 
-import torch
-
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate
+from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule
+from moe_lab.arms.dense import dense_mlp
 
 
 class Reference:
@@ -29,25 +28,13 @@ class Reference:
         for g in groups:
             pairs = slice(g.first, g.first + g.rows)
             token, slot = schedule.token[pairs], schedule.slot[pairs]
-            y[token, slot] = dense_mlp(x[token].float(), lambda part, e=g.expert: stack.values(part, e), ctx).to(
-                y.dtype
-            )
-            ctx.work.products += 3
+            rows = dense_mlp(x[token], stack, g.expert, ctx, schedule.weight[pairs])
+            y[token, slot] = rows.to(y.dtype)
+            ctx.work.products += len(stack.parts)
             ctx.work.weight_bytes += stack.expert_bytes
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
-        ctx.work.products += 3
+        ctx.work.products += len(stack.parts)
         ctx.work.weight_bytes += stack.expert_bytes
-        return dense_mlp(x.float(), lambda part: stack.values(part, 0), ctx)
-
-
-def dense_mlp(x: Tensor, weight, ctx: ArmContext) -> Tensor:
-    """down(act(gate x) * up x) of fp32 rows [r, D] with the store points between. IEEE fp32 also on CUDA."""
-    previous = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        gate, up = (ctx.store(x @ weight(part).T) for part in ("gate", "up"))
-        return ctx.store(activate(gate, up, ctx).float() @ weight("down").T)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = previous
+        return dense_mlp(x, stack, 0, ctx)

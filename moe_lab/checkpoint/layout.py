@@ -65,7 +65,14 @@ def _spec(file: GgufFile, family: Family, first: Mapping[str, TensorInfo]) -> Mo
         sizes[name] = _size(file, key) if full in file.metadata else _row_count(file, tensor)
     settings = _settings(file, family)
     try:
-        return family.spec(**sizes, settings=settings)
+        return family.spec(
+            num_experts=sizes["num_experts"],
+            top_k=sizes["top_k"],
+            d_model=sizes["d_model"],
+            d_expert=sizes["d_expert"],
+            d_shared=sizes.get("d_shared"),
+            settings=settings,
+        )
     except LabError as error:
         raise CheckpointError(
             file.path, "model shape", f"the metadata does not describe a {family.name} layer: {error}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_lab.arms import ExpertStack
+from moe_lab.arms import ExpertBiases, ExpertStack
 from moe_lab.formats import QuantTensor
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
@@ -32,24 +32,26 @@ class ResidentExperts:
     stack: ExpertStack
 
     @classmethod
-    def of(cls, gate: QuantTensor, up: QuantTensor, down: QuantTensor) -> "ResidentExperts":
-        """Stack [E, F, D], [E, F, D], [E, D, F]."""
-        return cls(ExpertStack(gate, up, down, {e: e for e in range(len(gate))}))
+    def of(
+        cls, gate: QuantTensor | None, up: QuantTensor, down: QuantTensor, biases: ExpertBiases | None = None
+    ) -> "ResidentExperts":
+        """Stack [E, F, D] (None: experts without a gate), [E, F, D], [E, D, F]."""
+        return cls(ExpertStack(gate, up, down, {e: e for e in range(len(up))}, biases))
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Formats of gate, up and down."""
-        return tuple(self.stack.part(p).format for p in ("gate", "up", "down"))
+        """Formats of gate (where there is one), up and down."""
+        return tuple(q.format for q in self.stack.parts.values())
 
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self.stack.gate.device
+        return self.stack.up.device
 
     @property
     def slots(self) -> int:
         """Experts that fit at once: all of them."""
-        return len(self.stack.gate)
+        return len(self.stack.up)
 
     @contextmanager
     def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
@@ -65,6 +67,7 @@ class StreamedExperts:
     layer: int
     cache: ExpertCache
     device: torch.device
+    biases: ExpertBiases | None = None
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -84,4 +87,4 @@ class StreamedExperts:
             slots = {p: lease.views(p) for p in parts}
             gate, up, down = (QuantTensor(v, p.format, (len(v), *p.shape), p.codec) for p, v in slots.items())
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
-            yield Fetched(ExpertStack(gate, up, down, slot_of), lease.hits, lease.misses, lease.bytes_read)
+            yield Fetched(ExpertStack(gate, up, down, slot_of, self.biases), lease.hits, lease.misses, lease.bytes_read)

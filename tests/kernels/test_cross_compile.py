@@ -17,17 +17,32 @@ GEMV = {
     "gemv-q8_0-f32-rows8",
     "gemv-q2_k-f32-rows1-twin",
 }
-OTHERS = {
-    "quantize-float32",
-    "quantize-float16",
-    "quantize-bfloat16",
-    "swiglu-f32",
-    "swiglu-bf16-limit-strided",
-    "geglu-bf16",
-    "combine-bf16",
-    "combine-bf16-everything",
-    "dot-f32",
+ONE_WARP = {
+    "topk-R128-K8-normalised",
+    "topk-R256-K8-top2-groups-bias",
+    "topk-R384-K6-sqrt-softplus-bias",
+    "topk-R768-K12-zero-experts-bias",
+    "topk-R257-K16-softcap-temperature",
+    "topk-bf16",
 }
+ROUTING = ONE_WARP | {"route_plan-T1", "route_plan-T8", "plan-T1", "plan-T8192", "plan-T8192-1", "plan-T8192-2"}
+TENSOR_CORES = {"router-T1-bfloat16", "router-T300-bfloat16"}
+ROUTERS = TENSOR_CORES | {"router-T1-bfloat16-1", "router-T300-float32"}
+OTHERS = (
+    {
+        "quantize-float32",
+        "quantize-float16",
+        "quantize-bfloat16",
+        "swiglu-f32",
+        "swiglu-bf16-limit-strided",
+        "geglu-bf16",
+        "combine-bf16",
+        "combine-bf16-everything",
+        "dot-f32",
+    }
+    | ROUTING
+    | ROUTERS
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +67,7 @@ def test_arithmetic_is_what_the_references_do(compiled: dict[str, dict], variant
     assert not facts["flushes"], "subnormals are flushed"
     assert not facts["rough_division"], "a division is not correctly rounded"
     assert not facts["tf32"]
-    if variant != "dot-f32":  # a dot is a sum of fused products by nature
+    if variant not in ("dot-f32", "router-T300-float32"):  # a dot is a sum of fused products by nature
         assert facts["fused"] == 0, "products are fused into additions"
 
 
@@ -65,3 +80,14 @@ def test_byte_dots_are_instructions_or_their_twins(compiled: dict[str, dict], va
 def test_words_stay_in_the_threads_that_load_them(compiled: dict[str, dict], variant: str) -> None:
     """At most two conversions for each of the programs of 1, 2 and 4 rows: sums turn round once to be stored."""
     assert compiled[variant]["conversions"] <= (2 if "rows1" in variant else 6)
+
+
+@pytest.mark.parametrize("variant", sorted(ONE_WARP))
+def test_a_row_is_routed_inside_one_warp(compiled: dict[str, dict], variant: str) -> None:
+    assert compiled[variant]["barriers"] == 0
+
+
+@pytest.mark.parametrize("variant", sorted(TENSOR_CORES))
+def test_both_router_forms_use_one_instruction(compiled: dict[str, dict], variant: str) -> None:
+    """The tensor core's own order of addition is part of a row's bits."""
+    assert compiled[variant]["mma"] == ["mma.sync"]

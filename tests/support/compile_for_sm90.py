@@ -14,8 +14,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_lab_kernels import activation, backend, combine, decode_ref, gemv, primitives, quantize_rows
+from moe_lab_kernels import (
+    activation,
+    backend,
+    combine,
+    decode_ref,
+    gemv,
+    plan,
+    primitives,
+    quantize_rows,
+    route_plan,
+    router,
+    topk,
+)
 from moe_lab_kernels.backend import jit, tl
+from tests.support.routing_cases import ROUTERS, vectors
 
 
 class Hopper:
@@ -47,11 +60,14 @@ def facts(compiled) -> dict:
     return {
         "target": re.search(r"\.target\s+(\w+)", ptx).group(1),
         "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-        "flushes": "ftz" in re.sub(r"ex2\.approx\.ftz", "", ptx),
+        # float64 exp looks at its argument's high word as if it were fp32; float64 reciprocals start from a rough one
+        "flushes": "ftz" in re.sub(r"ex2\.approx\.ftz|abs\.ftz|rcp\.approx\.ftz\.f64", "", ptx),
         "rough_division": "div.full" in ptx or "div.approx" in ptx,
         "dp4a": ptx.count("dp4a.s32"),
         "tf32": "tf32" in ptx,
         "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
+        "mma": sorted(set(re.findall(r"\b(wgmma|mma\.sync)", ptx))),
+        "barriers": len(re.findall(r"\bbar\.sync", ptx)),
         "cubin": len(compiled.asm["cubin"]),
     }
 
@@ -65,7 +81,25 @@ def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, kd=512, n=60
               out_row=row if scatter else None, **second)  # fmt: skip
 
 
+def routing_variants():
+    for name in ("R128-K8-normalised", "R256-K8-top2-groups-bias", "R384-K6-sqrt-softplus-bias",
+                 "R768-K12-zero-experts-bias", "R257-K16-softcap-temperature"):  # fmt: skip
+        spec, more = ROUTERS[name][0], vectors(name)
+        yield f"topk-{name}", lambda spec=spec, more=more: topk.topk(torch.ones(4, spec.width), spec, **more)
+    spec = ROUTERS["R128-K8-normalised"][0]
+    yield "topk-bf16", lambda: topk.topk(torch.ones(4, 128, dtype=torch.bfloat16), spec)
+    for t in (1, 8):
+        yield f"route_plan-T{t}", lambda t=t: route_plan.route_plan(torch.ones(t, 128), spec)
+    for t in (1, 8192):
+        ids, w = torch.zeros(t, 8, dtype=torch.int32), torch.ones(t, 8)
+        yield f"plan-T{t}", lambda ids=ids, w=w: plan.plan(ids, w, 128)
+    for t, dtype in ((1, torch.bfloat16), (300, torch.bfloat16), (300, torch.float32)):
+        x, w = torch.ones(t, 600, dtype=dtype), torch.ones(60, 600, dtype=dtype)
+        yield f"router-T{t}-{str(dtype).removeprefix('torch.')}", lambda x=x, w=w: router.router(x, w)
+
+
 def variants():
+    yield from routing_variants()
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     yield "gemv-q2_k-bf16-rows8-two", lambda: gemv_call("q2_k", bf16, 8, two=True, kd=2304)
     yield "gemv-q2_k-f16-rows1", lambda: gemv_call("q2_k", f16, 1)
@@ -98,8 +132,10 @@ def main() -> None:
     for name, call in variants():
         if wanted and not any(w in name for w in wanted):
             continue
+        first = len(compiled)
         call()
-        out["variants"][name] = facts(compiled[-1])
+        for i, kernel in enumerate(compiled[first:]):
+            out["variants"][name if i == 0 else f"{name}-{i}"] = facts(kernel)
     backend.has_dp4a = lambda on: False
     gemv_call("q2_k", torch.float32, 1)
     out["variants"]["gemv-q2_k-f32-rows1-twin"] = facts(compiled[-1])

@@ -18,13 +18,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = (
     {"errors", "_types", "tolerances", "threads", "devices"},
     {"moe_lab_kernels"},
-    {"spec", "families", "formats", "timing", "trace", "environment", "sample", "distance", "activations"},
+    {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance", "activations"},
     {"checkpoint"},
-    {"routing", "arms"},
+    {"routing", "arms", "weights", "block"},
     {"stream"},
-    {"layer"},
+    {"layer", "execution"},
     {"open"},
-    {"parity", "simulate", "bench", "plots", "inspect"},
+    {"parity", "simulate", "bench", "hf", "plots", "inspect"},
     {"explore", "report", "cli", "__main__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

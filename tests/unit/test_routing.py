@@ -149,6 +149,13 @@ def test_sparsemixer_drops_experts_far_below_the_best() -> None:
     assert r.weights[0].tolist() == pytest.approx([first, 1.0], abs=1e-6)
 
 
+def test_sparsemixer_never_picks_one_expert_twice() -> None:
+    """One finite logit: what is left for the second round is -inf everywhere, the first pick's place included."""
+    r = route(row(NAN, 5.0, -INF, NAN), RouterSpec(4, 2, weights_from="sparsemixer"))
+    assert r.ids.tolist() == [[1, 0]]
+    assert r.weights.tolist() == [[1.0, 0.0]]
+
+
 def test_scale_on_output_leaves_the_weights_alone() -> None:
     base = route(row(2, 1, 0, -1), RouterSpec(4, 2)).weights
     assert torch.equal(route(row(2, 1, 0, -1), RouterSpec(4, 2, scale=6.0, scale_on="output")).weights, base)

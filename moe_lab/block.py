@@ -1,0 +1,80 @@
+"""What stands around the experts of a layer: the router's logits, the way in, and the way out.
+
+In: x [T, D] itself, its norm, or its latent projection. Out: the weighted sum, scaled, projected back, joined with the
+shared expert, normed and added to the residual, as the spec says. Sums and norms in fp32 (the router's in float64,
+rounded once); what an engine would store between two steps passes through `store`, the dtype of the layer's input.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from moe_lab._types import Float, Float32, Tensor
+from moe_lab.arms.dense import linear
+from moe_lab.spec import MoESpec
+from moe_lab.weights import Latent, ResidualNorms, RouterWeights
+
+Store = Callable[[Tensor], Tensor]
+
+
+def router_logits(x: Float[Tensor, "T D"], router: RouterWeights, spec: MoESpec) -> Float32[Tensor, "T R"]:
+    """x W^T (+ bias) in float64, rounded once. A normed router input is rms_norm(x) * input_scale * D^-1/2."""
+    rows = x.double()
+    if spec.router_input == "normed":
+        assert router.input_scale is not None
+        rows = rms_norm(rows, None, spec.norm_eps) * router.input_scale.double() * spec.d_model**-0.5
+    logits = rows @ router.weight.double().T
+    return (logits if router.bias is None else logits + router.bias.double()).float()
+
+
+def rms_norm(x: Float[Tensor, "T D"], weight: Tensor | None, eps: float) -> Float[Tensor, "T D"]:
+    """x * rsqrt(mean x^2 + eps) * weight (the weight itself, not 1 + weight), in x's dtype."""
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * weight.to(x.dtype)
+
+
+def is_plain(spec: MoESpec) -> bool:
+    """Whether the output is the weighted sum plus the shared expert and no more, so that one kernel may do both."""
+    scaled = spec.router.scale_on == "output" and spec.router.scale != 1
+    averaged = spec.shared is not None and spec.shared.combine == "average"
+    return not (scaled or averaged or spec.latent or spec.feed_forward == "normed_residual")
+
+
+def routed_rows(
+    x: Float[Tensor, "T D"], spec: MoESpec, latent: Latent | None, norms: ResidualNorms | None, store: Store
+) -> Float[Tensor, "T Dr"]:
+    """The rows that the routed experts read; x itself where nothing stands before them."""
+    if norms is not None:
+        x = store(rms_norm(x.float(), norms.routed_in, spec.norm_eps))
+    return x if latent is None else store(linear(x, latent.enter))
+
+
+def shared_rows(x: Float[Tensor, "T D"], spec: MoESpec, norms: ResidualNorms | None, store: Store) -> Tensor:
+    """The rows that the shared expert reads."""
+    return x if norms is None else store(rms_norm(x.float(), norms.shared_in, spec.norm_eps))
+
+
+def leave(
+    routed: Float32[Tensor, "T Dr"],
+    shared: Float[Tensor, "T D"] | None,
+    x: Float[Tensor, "T D"],
+    spec: MoESpec,
+    latent: Latent | None,
+    norms: ResidualNorms | None,
+    store: Store,
+) -> Float32[Tensor, "T D"]:
+    """The layer's output in fp32 from the weighted sum and the shared expert's rows (already gated)."""
+    if spec.router.scale_on == "output":
+        routed = routed * spec.router.scale
+    if latent is not None:
+        routed = store(linear(store(routed), latent.leave)).float()
+    if norms is not None:
+        assert shared is not None
+        branch = store(rms_norm(shared.float(), norms.shared_out, spec.norm_eps)).float()
+        total = branch + store(rms_norm(routed, norms.routed_out, spec.norm_eps)).float()
+        return (x.float() + rms_norm(total, norms.out, spec.norm_eps)) * norms.layer_scalar.float()
+    if shared is None:
+        return routed
+    assert spec.shared is not None
+    total = routed + shared.float()
+    return total / 2 if spec.shared.combine == "average" else total
