@@ -37,7 +37,7 @@ class Tile:
 #   T = 1, down, q3_k        7 / 24 / 29 / 22        (uncapped: 7 / 25 / 27 / 24; 4 rows, uncapped: 8 / 26 / 28 / 24)
 #   T = 8, gate + up, q2_k   42 / 212 / 367 / 121    38 / 198 / 321 / 120       36 / 230 / 306 / 149
 #   T = 8, down, q3_k        44 / 186 / 176 / 127    37 / 166 / 189 / 129       36 / 167 / 167 / 139
-# Uncapped at T = 8 is 1.1 to 1.5 times slower; so are 16 rows and 2 warps at T = 1. q8_0 follows the others, unmeasured.
+# Uncapped, T = 8 takes 1.1 to 1.5 times as long; 16 rows and 2 warps lost at T = 1. q8_0 follows, unmeasured.
 TILE_ONE, TILE_MANY = Tile(8, registers=128), Tile(8, sums=8, registers=128)
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)

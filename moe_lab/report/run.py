@@ -53,18 +53,19 @@ def run(
     made = with_parameters(_read(source), params, str(source))
     notes = _fit_kernel(made, source)
     made["metadata"]["moe_lab"] = {"environment": environment(), "notes": notes}
+    partial = target.with_suffix(".partial.html")
     target.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     try:
         execute(made, source.resolve().parent, str(source), timeout_s=timeout_s, progress=progress)
     except CellError as error:
         made["metadata"]["moe_lab"]["notes"] = [*notes, f"Not finished: cell {error.cell} ({error.title}) {error.why}"]
-        partial = target.with_suffix(".partial.html")
         partial.write_text(to_html(made, source, theme))
         error.args = (f"{error.args[0]} What was done is in {partial}.",)
         raise
     seconds = time.perf_counter() - start
     target.write_text(to_html(made, source, theme))
+    partial.unlink(missing_ok=True)  # an earlier run's
     return Report(path=target, notebook=made, seconds=seconds)
 
 

@@ -66,3 +66,10 @@ def test_report_lands_in_reports_beside_the_notebooks(tmp_path: Path) -> None:
 def test_cells_run_in_the_notebooks_folder(tmp_path: Path) -> None:
     book = write(tmp_path / "n.ipynb", code("import os\nprint(os.getcwd())", "where"))
     assert run(book, tmp_path / "n.html").text("where") == str(tmp_path)
+
+
+def test_finished_run_removes_what_a_failed_one_left(tmp_path: Path) -> None:
+    left = tmp_path / "n.partial.html"
+    left.write_text("half")
+    run(write(tmp_path / "n.ipynb", code("1")), tmp_path / "n.html")
+    assert not left.exists()
