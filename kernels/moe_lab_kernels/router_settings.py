@@ -3,7 +3,7 @@
 The kernels know a router only by the fields read here; `moe_lab.RouterSpec` has them all and means what they mean.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ WIDEST, MOST_PICKS, MOST_PADDED = 1024, 16, 2048
 LANES_ALIGNED, LANES = 128, 32
 
 
+@runtime_checkable
 class Router(Protocol):
     """The settings a router has; `moe_lab.RouterSpec` is one."""
 
