@@ -45,7 +45,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(python: str, *arguments: str, cwd: Path) -> str:
     # nbconvert's stock templates are data files of the environment whose packages are borrowed.
-    environment = {**os.environ, "JUPYTER_PATH": str(Path(sys.prefix) / "share" / "jupyter")}
+    # PYTHONPATH would put a checkout before the installed wheel.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["JUPYTER_PATH"] = str(Path(sys.prefix) / "share" / "jupyter")
     done = subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
