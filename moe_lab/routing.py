@@ -195,10 +195,9 @@ def _check_hash(logits, spec, table, token_ids) -> None:
         raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
 
 
-def decay(v: Tensor) -> Tensor:
-    """exp(v) for v <= 0, results below the smallest normal float64 taken as 0: there host and GPU disagree."""
-    e = torch.exp(v)
-    return torch.where(e < torch.finfo(torch.float64).tiny, torch.zeros_like(e), e)
+def exp_or_0(x: Tensor) -> Tensor:
+    """exp of float64 without subnormal results: those come out differently on every device, and are 0 in fp32."""
+    return torch.where(x < -708.0, 0.0, torch.exp(x))
 
 
 def softmax64(z: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ def softmax64(z: Tensor) -> Tensor:
     top = z.amax(-1, keepdim=True)
     infinite = top == float("inf")
     shifted = torch.where(torch.isinf(top), torch.zeros_like(z), z - top)
-    e = torch.where(infinite, (z == float("inf")).double(), decay(shifted))
+    e = torch.where(infinite, (z == float("inf")).double(), exp_or_0(shifted))
     e = torch.where(top == float("-inf"), torch.zeros_like(e), e)
     return safe_divide(e, e.sum(-1, keepdim=True))
 
@@ -223,7 +222,7 @@ def _score(z: Tensor, kind: str) -> Tensor:
         return torch.sigmoid(z)
     if kind == "sqrt_softplus":
         # log1p form: torch's softplus switches to the identity above its threshold
-        return torch.sqrt(z.clamp(min=0) + torch.log1p(decay(-z.abs())))
+        return torch.sqrt(z.clamp(min=0) + torch.log1p(exp_or_0(-z.abs())))
     return z
 
 
@@ -308,17 +307,18 @@ def route_plan(
     spec: RouterSpec,
     *,
     correction_bias: Float[Tensor, " R"] | None = None,
+    hash_table: Int[Tensor, "V K"] | None = None,
+    token_ids: Int[Tensor, " T"] | None = None,
     per_expert_scale: Float[Tensor, " E"] | None = None,
     backend: BackendChoice = "auto",
 ) -> tuple[Routing, ExpertPlan]:
     """`route`, then `plan` of its picks; in one launch for up to 8 tokens where the kernel serves. Same bits."""
     vectors = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
-    why = route_plan_kernel.unserved(len(logits), spec)
+    _check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
+    why = route_plan_kernel.unserved(logits, spec)
     if why or not _takes_kernel(backend, why, logits, **vectors):
-        routing = route(
-            logits, spec, correction_bias=correction_bias, per_expert_scale=per_expert_scale, backend=backend
-        )
+        table = {"hash_table": hash_table, "token_ids": token_ids}
+        routing = route(logits, spec, **table, **vectors, backend=backend)  # pyright: ignore[reportArgumentType]
         return routing, plan(routing, spec.num_experts, backend=backend)
-    _check_route(logits, spec, correction_bias, None, None, per_expert_scale)
     ids, weights, affected, groups = route_plan_kernel.route_plan(logits, spec, **vectors)
     return Routing(ids, weights, _count(affected), spec.width), ExpertPlan(*groups)

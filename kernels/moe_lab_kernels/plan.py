@@ -20,13 +20,14 @@ from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect, expect_contiguous
 
-SMALL_PAIRS = 1024
+SMALL_PAIRS = 2048
 MOST_EXPERTS = 1024
-# Small form: pairs or experts a program takes (a thread each), and pairs they are compared with at a time.
-BLOCK, STEP, SMALL_WARPS = 64, 64, 2
-BLOCK_INTERPRETER = 512
-# Large form: pairs a tile; tiles and experts a program of the running sums takes at a time.
-TILE, SCAN_TILES, SCAN_EXPERTS, LARGE_WARPS = 256, 128, 16, 8
+# Small form: pairs or experts a program takes (one a lane); the STEP pairs they are compared with at a time lie across
+# its warps, so that the counts meet only once, at the end.
+BLOCK, BLOCK_INTERPRETER, STEP = 32, 512, 64
+# Large form: pairs a tile, programs at most; rows and columns that a program of the running sums takes at a time.
+TILE, MOST_PROGRAMS, LARGE_WARPS = 256, 512, 8
+SCAN_TILES, SCAN_EXPERTS = 128, 16
 
 
 class Plan(NamedTuple):
@@ -67,21 +68,22 @@ def _small(ids, weights, counts, offsets, token, slot, weight, invalid, P, exper
     """Program = a block of experts (the first expert_tiles programs) or a block of pairs; each reads all ids."""
     pid = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    below, equal, wrong = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((STEP,), tl.int32)
     p = (pid - expert_tiles) * BLOCK + lane
     mine = (p >= 0) & (p < P)
     # an expert program compares every pair with its experts, a pair program with its pairs
     value = tl.where(pid < expert_tiles, pid * BLOCK + lane, plan_key(tl.load(ids + p, mask=mine, other=-1), mine, E))
     w = tl.load(weights + p, mask=mine, other=0)
+    # low half: pairs of a smaller expert; high half: of the same expert (and before p, for a pair)
+    seen, wrong = tl.zeros((STEP, BLOCK), tl.int32), tl.zeros((STEP,), tl.int32)
     for start in range(0, P, STEP):
         q = start + tl.arange(0, STEP)
-        there = q < P
-        of_q = tl.load(ids + q, mask=there, other=-1)
-        key = plan_key(of_q, there, E)[:, None]
+        of_q = tl.load(ids + q, mask=q < P, other=-1)
+        key = plan_key(of_q, q < P, E)[:, None]
         same = (key == value[None, :]) & ((q[:, None] < p[None, :]) | (pid < expert_tiles))
-        below += tl.sum((there[:, None] & (key < value[None, :])).to(tl.int32), 0)
-        equal += tl.sum(same.to(tl.int32), 0)
-        wrong += is_invalid(of_q, there, WIDTH)
+        seen += (key < value[None, :]).to(tl.int32) + (same.to(tl.int32) << 16)
+        wrong += is_invalid(of_q, q < P, WIDTH)
+    total = tl.sum(seen, 0)
+    below, equal = total & 0xFFFF, total >> 16
     if pid < expert_tiles:
         tl.store(counts + value, equal, mask=value < E)
         tl.store(offsets + value, below, mask=value < E)
@@ -93,15 +95,17 @@ def _small(ids, weights, counts, offsets, token, slot, weight, invalid, P, exper
 
 
 @jit
-def _histograms(ids, before, P, E: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr):
-    """Program = a tile of pairs: how many of each expert it holds, and in column E + 1 its invalid ids."""
-    tile = tl.program_id(0)
-    p = tile * TILE + tl.arange(0, TILE)
-    there = p < P
-    id = tl.load(ids + p, mask=there, other=-1)
-    bin = plan_key(id, there, E) + is_invalid(id, there, WIDTH)
+def _histograms(ids, before, P, steps, E: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr):
+    """Program = steps tiles of pairs: how many of each expert they hold, and in column E + 1 the invalid ids."""
+    pid = tl.program_id(0)
+    count = tl.zeros((BINS,), tl.int32)
+    for step in range(steps):
+        p = (pid * steps + step) * TILE + tl.arange(0, TILE)
+        there = p < P
+        id = tl.load(ids + p, mask=there, other=-1)
+        count += tl.histogram(plan_key(id, there, E) + is_invalid(id, there, WIDTH), BINS)
     column = tl.arange(0, BINS)
-    tl.store(before + tile * (E + 2) + column, tl.histogram(bin, BINS), mask=column < E + 2)
+    tl.store(before + pid * (E + 2) + column, count, mask=column < E + 2)
 
 
 @jit
@@ -121,29 +125,31 @@ def _running_sums(before, counts, invalid, tiles, E: tl.constexpr, TILES: tl.con
 
 
 @jit
-def _placing(ids, weights, before, counts, offsets, token, slot, weight, P, E: tl.constexpr, E_PAD: tl.constexpr,
+def _placing(ids, weights, before, counts, offsets, token, slot, weight, P, steps, E: tl.constexpr, BINS: tl.constexpr,
              K: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Program = a tile of pairs: expert's offset + earlier tiles' count + rank among the tile's own."""
-    tile = tl.program_id(0)
-    expert = tl.arange(0, E_PAD)
+    """Program = steps tiles of pairs: expert's offset + earlier pairs' count + rank among the tile's own."""
+    pid = tl.program_id(0)
+    expert = tl.arange(0, BINS)
     real = expert < E
     count = tl.load(counts + expert, mask=real, other=0)
     start = tl.cumsum(count, 0) - count
-    base = start + tl.load(before + tile * (E + 2) + expert, mask=real, other=0)
-    p = tile * TILE + tl.arange(0, TILE)
-    there = p < P
-    key = plan_key(tl.load(ids + p, mask=there, other=-1), there, E)
-    w = tl.load(weights + p, mask=there, other=0)
-    rank = tl.zeros((TILE,), tl.int32)
-    for step in range(0, TILE, STEP):
-        q = tile * TILE + step + tl.arange(0, STEP)
-        key_q = plan_key(tl.load(ids + q, mask=q < P, other=-1), q < P, E)
-        rank += tl.sum(((key_q[:, None] == key[None, :]) & (q[:, None] < p[None, :])).to(tl.int32), 0)
-    at = tl.gather(base, tl.where(key < E, key, 0), 0) + rank
-    place(token, slot, weight, at, p, w, key < E, K)
-    first = tile == 0
-    tl.store(offsets + expert, start, mask=real & first)
-    tl.store(offsets + expert + 1, start + count, mask=(expert == E - 1) & first)
+    base = start + tl.load(before + pid * (E + 2) + expert, mask=real, other=0)
+    tl.store(offsets + expert, start, mask=real & (pid == 0))
+    tl.store(offsets + expert + 1, start + count, mask=(expert == E - 1) & (pid == 0))
+    for step in range(steps):
+        first = (pid * steps + step) * TILE
+        p = first + tl.arange(0, TILE)
+        there = p < P
+        key = plan_key(tl.load(ids + p, mask=there, other=-1), there, E)
+        w = tl.load(weights + p, mask=there, other=0)
+        rank = tl.zeros((TILE,), tl.int32)
+        for part in range(0, TILE, STEP):
+            q = first + part + tl.arange(0, STEP)
+            key_q = plan_key(tl.load(ids + q, mask=q < P, other=-1), q < P, E)
+            rank += tl.sum(((key_q[:, None] == key[None, :]) & (q[:, None] < p[None, :])).to(tl.int32), 0)
+        place(token, slot, weight, tl.gather(base, key, 0) + rank, p, w, key < E, K)
+        if step + 1 < steps:
+            base += tl.histogram(key, BINS)
 
 
 def plan(
@@ -170,35 +176,36 @@ def plan(
 
 def _launch_small(ids: Tensor, weights: Tensor, out: Plan, e: int, width: int, block: int) -> None:
     pairs, experts = ids.numel(), -(-e // block)
+    step = min(STEP, backend.next_power_of_2(pairs))
     backend.launch(
         _small,
         (experts + -(-pairs // block),),
-        *(ids, weights, *out, pairs, experts, e, ids.shape[1], width, block),
-        min(STEP, backend.next_power_of_2(pairs)),
+        *(ids, weights, *out, pairs, experts, e, ids.shape[1], width, block, step),
         device=ids.device,
-        num_warps=SMALL_WARPS,
+        num_warps=max(1, step // 8),
     )
 
 
 def _launch_large(ids: Tensor, weights: Tensor, out: Plan, e: int, width: int) -> None:
     pairs = ids.numel()
-    tiles = -(-pairs // TILE)
-    before = torch.empty(tiles, e + 2, dtype=torch.int32, device=ids.device)
-    with_warps = {"device": ids.device, "num_warps": LARGE_WARPS}
+    steps = -(-pairs // (TILE * MOST_PROGRAMS))
+    programs = -(-pairs // (TILE * steps))
+    before = torch.empty(programs, e + 2, dtype=torch.int32, device=ids.device)
     bins = max(32, backend.next_power_of_2(e + 2))
-    backend.launch(_histograms, (tiles,), ids, before, pairs, e, width, bins, TILE, **with_warps)
+    how = {"device": ids.device, "num_warps": LARGE_WARPS}
+    backend.launch(_histograms, (programs,), ids, before, pairs, steps, e, width, bins, TILE, **how)
     backend.launch(
         _running_sums,
         (-(-(e + 2) // SCAN_EXPERTS),),
-        *(before, out.counts, out.invalid, tiles, e, SCAN_TILES, SCAN_EXPERTS),
-        **with_warps,
+        *(before, out.counts, out.invalid, programs, e, SCAN_TILES, SCAN_EXPERTS),
+        **how,
     )
     backend.launch(
         _placing,
-        (tiles,),
-        *(ids, weights, before, out.counts, out.offsets, out.token, out.slot, out.weight, pairs),
-        *(e, backend.next_power_of_2(e), ids.shape[1], TILE, 64),
-        **with_warps,
+        (programs,),
+        *(ids, weights, before, out.counts, out.offsets, out.token, out.slot, out.weight, pairs, steps),
+        *(e, bins, ids.shape[1], TILE, STEP),
+        **how,
     )
 
 

@@ -2,9 +2,9 @@
 
 Reads T * D and R * D elements, writes T * R * 4 bytes; 2 * T * R * D operations. One order of addition in every form:
 D falls into segments of SEGMENT, each summed by one chain of dots of BLOCK_D values from the left, segments added from
-the left, then the bias. So a row's bits depend neither on T nor on the form. Small form (T <= SMALL_ROWS): a program a
-segment, so that one decode row keeps the whole device busy, and a second launch that adds them; large form: a program
-takes its segments one after the other.
+the left, then the bias. So a row's bits depend neither on T nor on the form. Spread form (T <= SPREAD_ROWS): a program
+a segment, so that few rows keep the whole device busy, and a second launch that adds them (T = 1024 in one launch took
+19 us at D=2048 on an H200: too few programs); whole form: a program takes its segments one after the other.
 Rows and weights of one 16-bit dtype go to the tensor cores (exact products); their instruction is part of the order,
 and tiles stay below the 64 rows at which the compiler would take another. Everything else is fp32 without TF32.
 Knows nothing about experts or scores.
@@ -20,9 +20,9 @@ from moe_lab_kernels.checks import FLOATS, expect
 from moe_lab_kernels.primitives import INTERPRET, offset64, to_f32
 
 SEGMENT, BLOCK_D = 256, 64
-SMALL_ROWS = 64
-# tokens and experts a program takes
-SMALL_TILE, LARGE_TILE = (16, 16), (32, 64)
+SPREAD_ROWS, SMALL_ROWS = 1024, 64
+# tokens and experts that a program takes, and its warps; the small tile up to SMALL_ROWS
+SMALL_TILE, LARGE_TILE = (16, 16, 1), (32, 64, 4)
 
 
 @jit
@@ -97,19 +97,19 @@ def router(
         return out
     backend.serve("router", x=x, w=w, bias=bias)
     (t, d), r, segments = x.shape, len(w), -(-x.shape[1] // SEGMENT)
-    small = t <= SMALL_ROWS and segments > 1
-    m, n = SMALL_TILE if small else LARGE_TILE
+    spread = t <= SPREAD_ROWS and segments > 1
+    m, n, warps = SMALL_TILE if t <= SMALL_ROWS else LARGE_TILE
     rows, experts, exact = -(-t // m), -(-r // n), x.dtype == w.dtype != torch.float32
     bias_or_any = out if bias is None else bias.contiguous()
     sizes, tile = (t, r, d, *x.stride(), *w.stride()), (m, n, SEGMENT, BLOCK_D)
-    if small:
+    if spread:
         parts = torch.empty(segments, t, r, dtype=torch.float32, device=x.device)
         backend.launch(
             _segments,
             (rows * experts * segments,),
             *(x, w, parts, *sizes, rows, experts, exact, *tile),
             device=x.device,
-            num_warps=1,
+            num_warps=warps,
         )
         backend.launch(
             _add_segments,
@@ -124,7 +124,7 @@ def router(
             (rows * experts,),
             *(x, w, bias_or_any, out, *sizes, rows, exact, bias is not None, *tile),
             device=x.device,
-            num_warps=4,
+            num_warps=warps,
         )
     return out
 

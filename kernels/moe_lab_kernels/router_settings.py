@@ -71,6 +71,11 @@ def unserved(spec: Router) -> str | None:
     return None
 
 
+def warps_of(columns: int) -> int:
+    """Warps a row: beyond 256 columns one warp has too many values to itself (R=384, T=1: 8.8 us on an H200)."""
+    return 1 if columns <= 256 else 4
+
+
 def check(
     op: str, logits: torch.Tensor, spec: Router, bias: torch.Tensor | None, per_expert_scale: torch.Tensor | None
 ) -> None:

@@ -10,6 +10,8 @@ from moe_lab_kernels.primitives import INTERPRET
 
 LOWEST = tl.constexpr(-(2**31))  # below every value's key: padding and what was taken already
 HIGHEST = tl.constexpr(2**31 - 1)
+# Below this argument exp counts as 0: float64 subnormals come out differently on every device (and are 0 in fp32)
+UNDERFLOW = tl.constexpr(-708.0)
 
 
 @jit
@@ -77,20 +79,16 @@ def capped_logit(raw, TEMPERATURE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @jit
-def decay(v):
-    """exp(v) for v <= 0, with results below the smallest normal float64 taken as 0.
-
-    Devices disagree there: an H200 gave 0 where the host gave a subnormal, and two experts tied on one side only.
-    """
-    e = tl.exp(v)
-    return tl.where(e < number(2.2250738585072014e-308), 0.0, e)
+def exp_or_0(x):
+    """exp in float64 without subnormal results."""
+    return tl.where(x < UNDERFLOW, 0.0, tl.exp(x))
 
 
 @jit
 def softmax_term(z, top):
     """exp(z - top); with top = +inf its logits share the mass, with top = -inf nothing has any."""
     infinite = tl.abs(top) == float("inf")
-    e = decay(tl.where(infinite, 0.0, z - top))
+    e = exp_or_0(tl.where(infinite, 0.0, z - top))
     return tl.where(infinite, tl.where((z == top) & (top > 0.0), 1.0, 0.0), e)
 
 
@@ -115,9 +113,10 @@ def score_of(z, top, total, SCORE: tl.constexpr):
     elif SCORE == "sigmoid":
         s = sigmoid(z)
     elif SCORE == "sqrt_softplus":
-        e = decay(-tl.abs(z))
+        e = exp_or_0(-tl.abs(z))
         u = 1.0 + e
-        log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+        # what rounding u lost is at most 2^-53, so an fp32 reciprocal weighs it well enough
+        log1p = tl.log(u) + (e - (u - 1.0)) * tl.div_rn(1.0, u.to(tl.float32)).to(tl.float64)
         s = tl.sqrt(tl.where(z > 0.0, z, 0.0) + log1p)
     else:
         s = z

@@ -14,7 +14,7 @@ from moe_lab._types import Float, Tensor
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.primitives import INTERPRET, offset64, to_f32
-from moe_lab_kernels.router_settings import REFERENCE, Router, check, contiguous, settings
+from moe_lab_kernels.router_settings import REFERENCE, Router, check, contiguous, settings, warps_of
 from moe_lab_kernels.score import (
     HIGHEST,
     LOWEST,
@@ -73,7 +73,7 @@ def _group_limit(c, inside, C: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr
 def _weigh(value, top, total, picked, ids, expert_scale, ROWS: tl.constexpr, E: tl.constexpr, SCORE: tl.constexpr,
            FROM: tl.constexpr, TEMPERATURE: tl.constexpr, SOFTCAP: tl.constexpr, NORM: tl.constexpr,
            EPS: tl.constexpr, SCALE: tl.constexpr, PER_EXPERT: tl.constexpr):  # fmt: skip
-    """Weights fp32 [ROWS, K_PAD] of the picked logits `value`; 0 past K."""
+    """Weights fp32 [ROWS, K_PAD] of the picked logits `value`; anything past K (a 0 there would divide slowly)."""
     nan = value != value
     raw = tl.where(nan, -float("inf"), value).to(tl.float64)
     z = tl.where(nan, -float("inf"), capped_logit(raw, TEMPERATURE, SOFTCAP))
@@ -85,9 +85,8 @@ def _weigh(value, top, total, picked, ids, expert_scale, ROWS: tl.constexpr, E: 
         w = sigmoid(z)
     else:
         w = tl.where(nan, 0.0, score_of(z, _for_slots(top, ROWS), _for_slots(total, ROWS), SCORE))
-    w = tl.where(picked, w, 0.0)
     if NORM != "none":
-        norm = _for_slots(tl.sum(w, 1), ROWS)
+        norm = _for_slots(tl.sum(tl.where(picked, w, 0.0), 1), ROWS)
         norm = norm + number(EPS) if NORM == "add" else tl.where(norm < number(EPS), number(EPS), norm)
         w = safe_divide(w, norm)
     if SCALE != 1.0:
@@ -106,7 +105,8 @@ def choose(logits, bias, expert_scale, row, T, row_stride, stride, R: tl.constex
            NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, PER_EXPERT: tl.constexpr):  # fmt: skip
     """Rows `row` [ROWS] -> ids int32 [ROWS, K_PAD], weights fp32 [ROWS, K_PAD], affected int32 [ROWS].
 
-    A row lies as [C, L] so that a warp holds it whole: reductions then need neither shared memory nor barriers.
+    A row lies as [C, L] so that a warp can hold it whole: reductions then need neither shared memory nor barriers.
+    Rows past T repeat the last one (rows of zeros divide slowly).
     """
     column = tl.arange(0, C)[:, None, None] * L + tl.arange(0, L)[None, None, :]
     if GROUPS == 1:
@@ -114,9 +114,9 @@ def choose(logits, bias, expert_scale, row, T, row_stride, stride, R: tl.constex
     else:
         expert = column // GROUP * (R // GROUPS) + column % GROUP
         inside = (column % GROUP < R // GROUPS) & (column // GROUP < GROUPS)
-    start, there = logits + offset64(row, row_stride), row < T
+    start = logits + offset64(tl.minimum(row, T - 1), row_stride)
     at = start[None, :, None] + offset64(expert, stride)
-    value = to_f32(tl.load(at, mask=inside & there[None, :, None], other=0))
+    value = to_f32(tl.load(at, mask=tl.broadcast_to(inside, at.shape), other=0))
     nan = value != value
     odd = inside & (nan | (value == float("inf")))
     affected = tl.max(tl.max(odd.to(tl.int32), 2), 0)
@@ -143,7 +143,7 @@ def choose(logits, bias, expert_scale, row, T, row_stride, stride, R: tl.constex
         best = first_largest(high, low, expert, ROWS)
         ids = tl.where(slot == k, _for_slots(best, ROWS), ids)
         high = tl.where(expert == _for_tile(best, ROWS), LOWEST, high)
-    picked = (slot < K) & there[:, None]
+    picked = slot < K
     value = to_f32(tl.load(start[:, None] + offset64(ids, stride), mask=picked, other=0))
     w = _weigh(value, top, total, picked, ids, expert_scale, ROWS, E, SCORE, FROM, TEMPERATURE, SOFTCAP, NORM, EPS,
                SCALE, PER_EXPERT)  # fmt: skip
@@ -189,13 +189,14 @@ def topk(
     given = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
     on = backend.serve("topk", REFERENCE, logits=logits, **given)
     rows = ROWS_CUDA if on == "cuda" else min(ROWS_INTERPRETER, backend.next_power_of_2(t))
+    constants = settings(logits, spec, correction_bias is not None, per_expert_scale is not None)
     backend.launch(
         _topk,
         (-(-t // rows),),
         *(logits, *contiguous(logits, given), ids, weights, affected, t, *logits.stride()),
-        **settings(logits, spec, correction_bias is not None, per_expert_scale is not None),
-        device=logits.device,
+        **constants,
         ROWS=rows,
-        num_warps=1,
+        device=logits.device,
+        num_warps=warps_of(constants["C"] * constants["L"]),
     )
     return ids, weights, affected

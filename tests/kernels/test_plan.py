@@ -100,8 +100,18 @@ def test_wrong_input_is_refused() -> None:
         plan.plan(torch.zeros(2, 3, dtype=torch.int32).T, w, 8)
 
 
-@pytest.mark.parametrize("t", [1, 7, 8], ids="T{}".format)
-@pytest.mark.parametrize("name", ["R60-K4-softmax", "R256-K8-top2-groups-bias", "R768-K12-zero-experts-bias"])
+@pytest.mark.parametrize(
+    ("name", "t"),
+    [
+        ("R60-K4-softmax", 1),
+        ("R256-K8-top2-groups-bias", 1),
+        ("R768-K12-zero-experts-bias", 1),
+        ("R128-K8-normalised", 2),
+        ("R64-K6-max-norm-bias", 7),
+        ("R128-K8-per-expert-scale", 8),
+    ],
+    ids=str,
+)
 def test_route_and_plan_in_one_launch(name: str, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, z = ROUTERS[name][0], logits(t, ROUTERS[name][0].width, kind="broken" if t > 2 else "ties")
     with guarded_outputs(monkeypatch), backend.count_launches() as count:
@@ -124,3 +134,5 @@ def test_route_plan_of_many_tokens_is_two_calls() -> None:
         assert plan_differs(got, plan.plan_ref(routing.ids, routing.weights, 8)) is None
     with pytest.raises(LabError, match="T=9"):
         fused.route_plan(logits(9, 8), spec)
+    with pytest.raises(LabError, match=r"T=2 rows of R=256"):
+        fused.route_plan(logits(2, 256), RouterSpec(256, 2))

@@ -42,16 +42,19 @@ def test_any_number_of_rows(t: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_a_rows_bits_do_not_depend_on_the_batch_or_the_form(dtype: str) -> None:
-    """T = 70 takes the large form, fewer rows the small one; D = 600 has two whole segments and a part."""
+def test_a_rows_bits_do_not_depend_on_the_batch_or_the_form(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole form, then the spread one with both its tiles; D = 600 has two whole segments and a part."""
     x, w = inputs(70, 600, 20, dtype, dtype)
-    whole = router.router(x, w)
-    for rows in (slice(0, 1), slice(33, 34), slice(3, 12), slice(0, 64)):
+    with monkeypatch.context() as patch:
+        patch.setattr(router, "SPREAD_ROWS", 0)
+        whole = router.router(x, w)
+    for rows in (slice(0, 1), slice(33, 34), slice(3, 12), slice(0, 70)):
         assert same_bits(router.router(x[rows], w), whole[rows]), rows
 
 
-def test_forms_and_launches() -> None:
-    for t, d, launches in ((1, 600, 2), (1, 256, 1), (65, 600, 1), (0, 600, 0)):
+def test_forms_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "SPREAD_ROWS", 9)
+    for t, d, launches in ((1, 600, 2), (9, 600, 2), (10, 600, 1), (1, 256, 1), (0, 600, 0)):
         x, w = inputs(t, d, 8)
         with backend.count_launches() as count:
             router.router(x, w)

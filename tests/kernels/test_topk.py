@@ -174,3 +174,12 @@ def test_softcap_keeps_small_logits_apart() -> None:
     """tanh through exp loses what lies below 1e-16 unless it is written for it."""
     z = torch.tensor([[1e-20, 2e-20, -1e-30, 0.0, 3.0, -3.0, 700.0, -math.inf]])
     assert differs(z, RouterSpec(8, 8, score="none", weights_from="softmax_topk", softcap=30.0)) is None
+
+
+@pytest.mark.parametrize("score", ["softmax", "sqrt_softplus"])
+def test_scores_below_the_smallest_normal_number_tie_at_zero(score: str) -> None:
+    """exp(-720) is subnormal, which devices round differently: it counts as 0, so -730 at id 1 ties with -720 at 2."""
+    z = torch.tensor([[0.0, -730.0, -720.0, -700.0]])
+    spec = RouterSpec(4, 4, score=score)
+    assert topk.topk(z, spec)[0].tolist() == [[0, 3, 1, 2]]
+    assert route(z, spec, backend="torch").ids.tolist() == [[0, 3, 1, 2]]
