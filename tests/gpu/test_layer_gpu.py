@@ -73,5 +73,5 @@ def test_phases_add_up_and_count_real_launches(ckpt, rows) -> None:
     row = y.timing.row()
     parts = row["route_ms"] + row["fetch_ms"] + row["compute_ms"] + row["other_ms"]
     assert parts == pytest.approx(row["wall_ms"], rel=1e-6)
-    # quantise, gate+up, activation, quantise, down for routed and shared, and the weighted sum
-    assert row["launches"] == 11
+    # top-k, plan; quantise, gate+up, activation, quantise, down for routed and shared; the weighted sum
+    assert row["launches"] == 13
