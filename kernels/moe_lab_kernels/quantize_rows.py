@@ -81,7 +81,7 @@ def quantize_q8_1_ref(x: Float[Tensor, "R Kd"]) -> tuple[Tensor, Tensor, Tensor]
     ratio = v / torch.where(zero, 1.0, d).unsqueeze(-1)
     ratio = torch.where(ratio.abs() < 127.5, ratio, 0.0)
     whole = ratio.trunc()
-    code = whole + torch.where((ratio - whole).abs() >= 0.5, torch.where(ratio < 0, -1.0, 1.0), 0.0)
+    code = whole.add(torch.copysign(((ratio - whole).abs_() >= 0.5).float(), ratio))
     while v.shape[-1] > 1:
         half = v.shape[-1] // 2
         v = v[..., :half] + v[..., half:]
