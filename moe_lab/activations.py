@@ -31,20 +31,20 @@ class Activations:
         """Read an npz with `x` [L, T, D] and optional `layers` [L], `token_ids` [T], `domain` [T]. LabError if it is
         none.
         """
-        try:
-            with np.load(file, allow_pickle=False) as data:
-                arrays = {name: data[name] for name in data.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as e:
-            raise LabError(f"{file} is not a readable npz of activations: {e}.") from e
+        arrays = read_npz(file)
         x = arrays.get("x")
         if x is None or x.ndim != 3 or x.dtype.kind != "f":
             seen = "no x" if x is None else f"{x.dtype} {x.shape}"
             raise LabError(
                 f"{file} must hold x, floating point [L, T, D]; it has {seen} (arrays: {', '.join(arrays)})."
             )
-        layers = tuple(int(n) for n in arrays.get("layers", range(x.shape[0])))
-        if len(layers) != x.shape[0]:
-            raise LabError(f"{file}: {len(layers)} layer numbers for x of {x.shape[0]} layers.")
+        numbers = arrays.get("layers", np.arange(x.shape[0]))
+        if numbers.dtype.kind not in "iu" or numbers.shape != (x.shape[0],) or len(np.unique(numbers)) != len(numbers):
+            raise LabError(
+                f"{file}: layers must be {x.shape[0]} different whole numbers, one for each layer of x; "
+                f"it is {numbers.dtype} of shape {numbers.shape}."
+            )
+        layers = tuple(int(n) for n in numbers)
         for name in ("token_ids", "domain"):
             if name in arrays and arrays[name].shape != (x.shape[1],):
                 raise LabError(f"{file}: {name} has shape {arrays[name].shape}; wanted [T] = [{x.shape[1]}].")
@@ -62,6 +62,20 @@ class Activations:
         if tokens is not None and not 0 <= tokens <= self.tokens:
             raise LabError(f"{tokens} tokens asked, but {self.tokens} were recorded.")
         return torch.from_numpy(self.x[self.layers.index(number), :tokens].astype(np.float32)).to(dtype)
+
+
+def read_npz(file: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz, pickles refused. LabError naming the file for anything that is not one."""
+    if not Path(file).is_file():
+        what = "is not a regular file" if Path(file).exists() else "does not exist"
+        raise LabError(f"{file} {what}; wanted an npz of activations.")
+    try:
+        with zipfile.ZipFile(file):
+            pass  # np.load also takes bare arrays and pickles
+        with np.load(file, allow_pickle=False) as data:
+            return {name: data[name] for name in data.files}
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, EOFError) as e:
+        raise LabError(f"{file} is not a readable npz of activations: {' '.join(str(e).split())}") from e
 
 
 class Inputs:
@@ -87,4 +101,7 @@ class Inputs:
         if self.recorded is not None:
             return self.recorded.layer(number, self.tokens, dtype)
         generator = torch.Generator().manual_seed(SEED + number)
-        return torch.randn(self.tokens, self.d_model, generator=generator).to(dtype)
+        try:
+            return torch.randn(self.tokens, self.d_model, generator=generator).to(dtype)
+        except (RuntimeError, TypeError) as e:
+            raise LabError(f"no memory for {self.tokens} rows of D={self.d_model} (fp32). Take fewer tokens.") from e

@@ -95,7 +95,10 @@ class Execution:
         if shared is None:
             return None
         if asked is not None:
-            return get_arm(asked, shared.formats, self.backend, self.shared_spec)
+            arm = get_arm(asked, shared.formats, self.backend, self.shared_spec)
+            if not hasattr(arm, "shared"):
+                raise LabError(f"arm {arm.name!r} has no shared(x, stack, ctx): it cannot run the shared expert.")
+            return arm
         serves = hasattr(self.arm, "shared")
         serves = serves and refusal(self.arm, shared.formats, self.backend, self.shared_spec) is None
         return self.arm if serves else get_arm("reference", shared.formats, self.backend, self.shared_spec)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.checkpoint.ggml_types import FILE_TYPES, GGML_BY_NAME
 from moe_lab.checkpoint.gguf_header import TensorInfo
-from moe_lab.errors import LabError, MissingExtra
+from moe_lab.errors import MissingExtra
 from moe_lab.open import Checkpoint
+from moe_lab.stream.sizing import check_size
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +43,8 @@ def summary(ckpt: Checkpoint, gib: float | None = None) -> dict[str, Any]:
 
     `slots` counts slots as the expert cache lays them out (parts padded to 256 bytes, the widest layer's size for all).
     """
-    if gib is not None and not gib > 0:
-        raise LabError(f"gib is {gib}; it must be more than 0.")
+    if gib is not None:
+        check_size(None, gib)
     spec = ckpt.spec
     out: dict[str, Any] = {
         "path": str(ckpt.path), "file_bytes": ckpt.size, "tensors": len(ckpt.tensors), "model_hash": ckpt.model_hash,

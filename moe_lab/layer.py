@@ -180,7 +180,9 @@ class MoELayer:
         """
         options = options or Options()
         self._check_input(x, routing)
-        run = Execution(self, x, arm, options)
+        if not isinstance(options, Options):
+            raise LabTypeError(f"options is a {type(options).__name__}; wanted moe_lab.Options.")
+        run = Execution(self, x.detach(), arm, options)
         with threads_for(self._macs(x)) if run.backend == "torch" else nullcontext():
             out, routing = self._execute(run, routing, token_ids)
         timing = run.finish()
@@ -206,6 +208,10 @@ class MoELayer:
         return rows * self.spec.d_model * self.spec.d_expert
 
     def _check_input(self, x: Tensor, routing: Routing | None) -> None:
+        if not isinstance(x, Tensor):
+            raise LabTypeError(f"x is a {type(x).__name__}; wanted a torch tensor [T, D].")
+        if routing is not None and not isinstance(routing, Routing):
+            raise LabTypeError(f"routing is a {type(routing).__name__}; wanted a moe_lab.Routing.")
         if x.ndim != 2 or x.shape[1] != self.spec.d_model:
             raise LabError(f"x has shape {tuple(x.shape)}; wanted [T, D] with D={self.spec.d_model}.")
         if x.dtype not in DTYPES:

@@ -59,6 +59,12 @@ class ParityReport:
         )
 
 
+def bits(t: Tensor) -> Tensor:
+    """The bit patterns as integers, so that NaN equals the same NaN; -0 counts as 0."""
+    whole = {4: torch.int32, 2: torch.int16, 8: torch.int64}[t.element_size()]
+    return (t + 0.0).contiguous().view(whole)
+
+
 def nmse(a: Tensor, b: Tensor) -> float:
     """sum (a - b)^2 / sum b^2 in float64; 0 for two empty or two zero tensors."""
     a, b = a.detach().double(), b.detach().double()
@@ -100,14 +106,14 @@ def compare(
 def _pair(name_a: str, name_b: str, a: Tensor, b: Tensor, reference: Tensor) -> dict[str, object]:
     ulp = ulp_distance(a, b)
     return {
-        "arm_a": name_a, "arm_b": name_b, "bit_equal": bool(torch.equal(a, b)),
+        "arm_a": name_a, "arm_b": name_b, "bit_equal": bool(torch.equal(bits(a), bits(b))),
         "max_ulp": int(ulp.max(initial=0)), "p999_ulp": float(np.quantile(ulp, 0.999)) if ulp.size else 0.0,
         "nmse_ab": nmse(a, b), "nmse_a": nmse(a, reference), "nmse_b": nmse(b, reference),
     }  # fmt: skip
 
 
 def _first(name_a: str, name_b: str, a: Tensor, b: Tensor) -> Difference | None:
-    differs = (a != b).nonzero()
+    differs = (bits(a) != bits(b)).nonzero()
     if not len(differs):
         return None
     token, column = (int(v) for v in differs[0])

@@ -96,10 +96,13 @@ def simulate(
             known = ", ".join((*POLICIES, BELADY))
             raise LabError(f"unknown eviction policy {policy!r}; wanted {known} or an object of your own.")
     rows = []
+    most = max(len({key for _, keys in requests for key in keys}), len(layers), 1)
     for slots in [capacity] if isinstance(capacity, Integral) else list(capacity):  # type: ignore[arg-type]
         if slots < 1:
             raise LabError(f"capacity={slots} slots: wanted at least 1.")
-        shares = split_slots(int(slots), layers, per_layer)
+        # slots beyond every key that is ever asked for stay empty; their table need not exist
+        used = min(int(slots), most * len(layers) if per_layer else most)
+        shares = split_slots(used, layers, per_layer)
         groups = [(layer, wave) for layer, keys in requests for wave in split_waves(keys, len(shares[layer]))]
         for policy in policies:
             counts = _replay(groups, shares, policy)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.files import replace_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -160,10 +161,7 @@ def write_parquet(trace: RoutingTrace, path: Path) -> Path:
         columns["margin"] = pa.array(trace.margin.astype(np.float32).reshape(-1))
     about = {"model_hash": trace.model_hash, "E": trace.num_experts, "K": k, "R": trace.width, "layers": trace.layers}
     table = pa.table(columns).replace_schema_metadata({META_KEY: json.dumps(about).encode()})
-    try:
-        pa.parquet.write_table(table, path, compression="zstd", compression_level=12)
-    except OSError as e:
-        raise LabError(f"cannot write the trace to {path}: {e.strerror or e}.") from e
+    replace_file(path, lambda part: pa.parquet.write_table(table, part, compression="zstd", compression_level=12))
     return path
 
 

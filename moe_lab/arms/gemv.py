@@ -11,7 +11,7 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
 from moe_lab.arms.integer import integer_matmul
-from moe_lab.formats import Q81Rows, get_format, quantize_q8_1
+from moe_lab.formats import FORMATS, Q81Rows, quantize_q8_1
 from moe_lab.spec import MoESpec
 
 KERNEL_FORMATS = ("q2_k", "q3_k", "q8_0")
@@ -90,8 +90,8 @@ class PerToken(Gemv):
 
 
 def _has_integers(name: str) -> bool:
-    f = get_format(name)
-    return f.integer_form(torch.zeros(1, f.row_bytes(f.block), dtype=torch.uint8)) is not None
+    f = FORMATS.get(name)
+    return f is not None and f.integer_form(torch.zeros(1, f.row_bytes(f.block), dtype=torch.uint8)) is not None
 
 
 def _take(rows: Q81Rows, index: Tensor | slice) -> Q81Rows:

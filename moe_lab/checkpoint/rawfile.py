@@ -82,6 +82,7 @@ class RawFile:
                     wanted=wanted,
                 )
             done += got
+        self.check_unchanged(tensor=tensor)  # bytes of a file overwritten meanwhile belong to no model
 
     def check_unchanged(self, *, path_too: bool = False, tensor: str | None = None) -> None:
         """CheckpointError "changed" when the open file's size or time moved since opening.

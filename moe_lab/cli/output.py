@@ -30,11 +30,17 @@ def emit(
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(width=None if Console().is_terminal else 160)
+    plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # a path may hold [brackets]
+    console = Console(width=None if Console().is_terminal else 160, **plain)
     if rows:
         table = Table(
-            title=title or None, title_justify="left", pad_edge=False, padding=(0, 0, 0, 1), box=box.SIMPLE_HEAD
+            title=Text(title) if title else None,
+            title_justify="left",
+            pad_edge=False,
+            padding=(0, 0, 0, 1),
+            box=box.SIMPLE_HEAD,
         )
         for name in rows[0]:
             table.add_column(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import LabError
+from moe_lab.open import open as open_checkpoint
 
 
 def tour() -> Path:
@@ -26,8 +27,9 @@ def write_report(
 
     params: dict[str, Any] = {}
     if model is not None:
-        if not model.is_file():
-            raise LabError(f"{model}: no such model file.")
+        with open_checkpoint(model) as ckpt:
+            if ckpt.spec is None:
+                raise LabError(f"{model} holds no MoE layer of a known family: nothing to report on.")
         params["model_file"] = str(model.resolve())
     source = notebook if notebook is not None else tour()
     target = out if out is not None else Path("reports") / f"{source.stem}.html"

@@ -18,7 +18,7 @@ def layer_numbers(ckpt: Checkpoint, layer: str) -> list[int]:
         raise LabError(f"{ckpt.path} holds no MoE layer.")
     if layer == "all":
         return list(ckpt.moe_layers)
-    if not layer.isdigit() or int(layer) not in ckpt.moe_layers:
+    if not (layer.isascii() and layer.isdigit()) or int(layer) not in ckpt.moe_layers:
         raise LabError(f"--layer {layer}: {ckpt.path} has MoE layers {', '.join(map(str, ckpt.moe_layers))} (or all).")
     return [int(layer)]
 

@@ -20,7 +20,13 @@ def parameter_names(notebook: Any, where: str) -> list[str]:
             f"{where} has {len(cells)} cells tagged 'parameters'; wanted exactly one. Tag the cell of settings."
         )
     names = []
-    for node in ast.parse(cells[0]["source"]).body:
+    try:
+        body = ast.parse(cells[0]["source"]).body
+    except SyntaxError as error:
+        raise LabError(
+            f"{where}: the cell tagged 'parameters' is not Python: {error.msg} in line {error.lineno}."
+        ) from error
+    for node in body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )

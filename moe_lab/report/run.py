@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.files import replace_file
 from moe_lab.report.execute import CellError, Progress, execute
 from moe_lab.report.parameters import with_parameters
 
@@ -54,19 +55,29 @@ def run(
     notes = _fit_kernel(made, source)
     made["metadata"]["moe_lab"] = {"environment": environment(), "notes": notes}
     partial = target.with_suffix(".partial.html")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _check_target(target)
     start = time.perf_counter()
     try:
         execute(made, source.resolve().parent, str(source), timeout_s=timeout_s, progress=progress)
     except CellError as error:
         made["metadata"]["moe_lab"]["notes"] = [*notes, f"Not finished: cell {error.cell} ({error.title}) {error.why}"]
-        partial.write_text(to_html(made, source, theme))
+        replace_file(partial, lambda part: part.write_text(to_html(made, source, theme)))
         error.args = (f"{error.args[0]} What was done is in {partial}.",)
         raise
     seconds = time.perf_counter() - start
-    target.write_text(to_html(made, source, theme))
+    replace_file(target, lambda part: part.write_text(to_html(made, source, theme)))
     partial.unlink(missing_ok=True)  # an earlier run's
     return Report(path=target, notebook=made, seconds=seconds)
+
+
+def _check_target(target: Path) -> None:
+    """LabError before anything runs when no report can be written there."""
+    if target.is_dir():
+        raise LabError(f"cannot write the report to {target}: it is a folder. Name an HTML file in it.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"cannot make the folder {target.parent}: {error.strerror or error}.") from error
 
 
 def to_html(notebook: Any, source: Path, theme: str = "light") -> str:

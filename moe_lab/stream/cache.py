@@ -11,6 +11,7 @@ wait holds. Rules of one request: all its keys are pinned before a victim is cho
 holds, and only then do reads start.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -55,6 +56,7 @@ class ExpertCache:
         self._slots, self._gib, self._per_layer, self._threads = slots, gib, per_layer, threads
         self._policy = policy
         make_policy(policy)  # refuse an unknown name now, not at the first layer
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -136,6 +138,10 @@ class ExpertCache:
         Raises LabError when there are more distinct experts than slots, or when no slot gets free within `timeout_s`;
         CheckpointError, naming layer, expert and file, when a read fails (the next request tries it again).
         """
+        if os.getpid() != self._process:
+            raise LabError(
+                "this expert cache belongs to the process that made it (its reader threads do not survive a fork)."
+            )
         lease = Lease(layer, [int(e) for e in experts], self._release, self._dropped)
         with self._lock:
             self._require_bound()

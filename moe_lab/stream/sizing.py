@@ -1,9 +1,9 @@
 """How large a cache is and where: checks of its options before any memory is taken."""
 
-import math
-
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.stream.source import ExpertSource
+
+MOST_GIB = 2.0**30
 
 
 def check_size(slots: int | None, gib: float | None) -> None:
@@ -14,8 +14,8 @@ def check_size(slots: int | None, gib: float | None) -> None:
         raise LabTypeError(f"slots={slots!r} is a {type(slots).__name__}; wanted a whole number of experts.")
     if slots is not None and slots < 1:
         raise LabError(f"slots={slots}: an expert cache wants at least 1.")
-    if gib is not None and not (math.isfinite(gib) and gib > 0):
-        raise LabError(f"gib={gib!r}: wanted a size above 0.")
+    if gib is not None and not 0 < gib < MOST_GIB:
+        raise LabError(f"gib={gib!r}: wanted a size above 0 and below {MOST_GIB:g}.")
 
 
 def slots_in(gib: float, source: ExpertSource) -> int:

@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # A room may import its own floor and those above it in this list; the package itself (lazy names) stands outside.
 FLOORS = (
-    {"errors", "_types", "tolerances", "threads", "devices"},
+    {"errors", "_types", "tolerances", "threads", "devices", "files"},
     {"moe_lab_kernels"},
     {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance", "activations"},
     {"checkpoint"},
