@@ -38,7 +38,7 @@ class Activations:
             raise LabError(
                 f"{file} must hold x, floating point [L, T, D]; it has {seen} (arrays: {', '.join(arrays)})."
             )
-        numbers = arrays.get("layers", np.arange(x.shape[0]))
+        numbers = arrays["layers"] if "layers" in arrays else np.arange(x.shape[0])
         if numbers.dtype.kind not in "iu" or numbers.shape != (x.shape[0],) or len(np.unique(numbers)) != len(numbers):
             raise LabError(
                 f"{file}: layers must be {x.shape[0]} different whole numbers, one for each layer of x; "
