@@ -15,7 +15,7 @@ def check_size(slots: int | None, gib: float | None) -> None:
     if slots is not None and slots < 1:
         raise LabError(f"slots={slots}: an expert cache wants at least 1.")
     if gib is not None and not 0 < gib < MOST_GIB:
-        raise LabError(f"gib={gib!r}: wanted a size above 0 and below {MOST_GIB:g}.")
+        raise LabError(f"gib={gib!r}: wanted a size above 0 and below {MOST_GIB:.0f}.")
 
 
 def slots_in(gib: float, source: ExpertSource) -> int:

@@ -51,7 +51,7 @@ def test_summary_counts_slots_as_the_cache_does(ckpt: Checkpoint) -> None:
 
 
 def test_summary_refuses_a_memory_of_nothing(ckpt: Checkpoint) -> None:
-    with pytest.raises(lab.LabError, match="more than 0"):
+    with pytest.raises(lab.LabError, match="above 0"):
         summary(ckpt, gib=0.0)
 
 
