@@ -13,18 +13,23 @@ from moe_lab._types import Float, Float32, Tensor
 from moe_lab.arms.dense import linear
 from moe_lab.spec import MoESpec
 from moe_lab.weights import Latent, ResidualNorms, RouterWeights
+from moe_lab_kernels import router as router_kernel
+from moe_lab_kernels.backend import backend_of
 
 Store = Callable[[Tensor], Tensor]
 
 
 def router_logits(x: Float[Tensor, "T D"], router: RouterWeights, spec: MoESpec) -> Float32[Tensor, "T R"]:
-    """x W^T (+ bias) in float64, rounded once. A normed router input is rms_norm(x) * input_scale * D^-1/2."""
-    rows = x.double()
+    """x W^T (+ bias). A normed router input is rms_norm(x) * input_scale * D^-1/2, in float64, rounded to fp32.
+
+    In torch the product runs in float64 and is rounded once; the kernel adds fp32 in one order for any number of rows.
+    """
     if spec.router_input == "normed":
         assert router.input_scale is not None
-        rows = rms_norm(rows, None, spec.norm_eps) * router.input_scale.double() * spec.d_model**-0.5
-    logits = rows @ router.weight.double().T
-    return (logits if router.bias is None else logits + router.bias.double()).float()
+        normed = rms_norm(x.double(), None, spec.norm_eps) * router.input_scale.double() * spec.d_model**-0.5
+        x = normed.float()
+    product = router_kernel.router_ref if backend_of(x) == "torch" else router_kernel.router
+    return product(x, router.weight, router.bias)
 
 
 def rms_norm(x: Float[Tensor, "T D"], weight: Tensor | None, eps: float) -> Float[Tensor, "T D"]:

@@ -17,7 +17,7 @@ from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution import Execution, Options
 from moe_lab.formats import QuantTensor
-from moe_lab.routing import Routing, plan, route
+from moe_lab.routing import ExpertPlan, Routing, plan, route, route_plan
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
@@ -155,16 +155,14 @@ class MoELayer:
         return self.router_weights.weight
 
     def route(self, x: Float[Tensor, "T D"], token_ids: Int[Tensor, " T"] | None = None) -> Routing:
-        """Picks for rows x. The product runs in float64 and is rounded once to fp32 logits."""
+        """Picks for rows x [T, D], on the layer's device."""
         own = self.router_weights
-        return route(
-            router_logits(x, own, self.spec),
-            self.spec.router,
-            correction_bias=own.correction_bias,
-            hash_table=own.hash_table,
-            token_ids=token_ids,
-            per_expert_scale=own.per_expert_scale,
-        )
+        return route(router_logits(x, own, self.spec), self.spec.router, token_ids=token_ids, **own.for_routing())
+
+    def _route_plan(self, x: Tensor, token_ids: Tensor | None) -> tuple[Routing, ExpertPlan]:
+        """`route` and its plan; in one launch where a kernel does both."""
+        own = self.router_weights
+        return route_plan(router_logits(x, own, self.spec), self.spec.router, token_ids=token_ids, **own.for_routing())
 
     def __call__(
         self,
@@ -192,10 +190,11 @@ class MoELayer:
 
     def _execute(self, run: Execution, routing: Routing | None, token_ids: Tensor | None) -> tuple[Tensor, Routing]:
         with run.phase("route"):
-            routing = (
-                self.route(run.x, token_ids) if routing is None else replace(routing, width=self.spec.router.width)
-            )
-            expert_plan = plan(routing, self.spec.num_experts)
+            if routing is None:
+                routing, expert_plan = self._route_plan(run.x, token_ids)
+            else:
+                routing = replace(routing, width=self.spec.router.width)
+                expert_plan = plan(routing, self.spec.num_experts)
             schedule = (per_token_schedule if getattr(run.arm, "per_token", False) else batched_schedule)(expert_plan)
         run.enter(routing)
         run.experts(schedule)

@@ -52,6 +52,14 @@ class RouterWeights:
     per_expert_scale: Tensor | None = None
     input_scale: Tensor | None = None
 
+    def for_routing(self) -> dict[str, Tensor | None]:
+        """What `moe_lab.route` takes beside the logits, by argument."""
+        return {
+            "correction_bias": self.correction_bias,
+            "hash_table": self.hash_table,
+            "per_expert_scale": self.per_expert_scale,
+        }
+
     def check(self, spec: MoESpec) -> None:
         """LabError where these tensors and the spec disagree."""
         width, shape = spec.router.width, tuple(self.weight.shape)

@@ -13,7 +13,7 @@ from moe_lab import routing as routing_module
 from moe_lab.arms import dense
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
-from moe_lab.routing import Routing
+from moe_lab.routing import Routing, plan
 from moe_lab.stream.provider import ResidentExperts
 from moe_lab.weights import as_quant
 
@@ -141,9 +141,10 @@ def next_best_expert(layer: MoELayer, patch: pytest.MonkeyPatch) -> bool:
 
     def wrong(x, token_ids=None):
         routing = right(x, token_ids)
-        return Routing((routing.ids + 1) % taken, routing.weights, width=routing.width)
+        shifted = Routing((routing.ids + 1) % taken, routing.weights, width=routing.width)
+        return shifted, plan(shifted, layer.spec.num_experts)
 
-    patch.setattr(layer, "route", wrong)
+    patch.setattr(layer, "_route_plan", wrong)
     return True
 
 
