@@ -50,8 +50,9 @@ def _route_plan(logits, bias, expert_scale, out_ids, out_weights, out_affected, 
     P: tl.constexpr = ROWS * K_PAD
     key = tl.reshape(plan_key(ids, there, E), (P,))
     at, w = tl.arange(0, P), tl.reshape(w, (P,))
-    before = (key[:, None] < key[None, :]) | ((key[:, None] == key[None, :]) & (at[:, None] < at[None, :]))
-    rank = tl.sum(before.to(tl.int32), 0)
+    # a pair a row: the sum stays within a warp (T=8: 4.9 us on an H200; summed over rows, across warps, 5.15)
+    before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (at[None, :] < at[:, None]))
+    rank = tl.sum(before.to(tl.int32), 1)
     place(token, slot, weight, rank, at // K_PAD * K + at % K_PAD, w, key < E, K)
     for start in tl.static_range(0, E, EXPERTS):  # pyright: ignore[reportGeneralTypeIssues]
         expert = start + tl.arange(0, EXPERTS)
