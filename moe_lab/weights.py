@@ -97,13 +97,8 @@ class SharedWeights:
 
     def stack(self) -> ExpertStack:
         """As a stack of one slot."""
-        gate, up, down = (
-            None if q is None else QuantTensor(q.data.unsqueeze(0), q.format, (1, *q.shape), q.codec)
-            for q in (self.gate, self.up, self.down)
-        )
-        assert up is not None
-        assert down is not None
-        return ExpertStack(gate, up, down, {0: 0})
+        gate = None if self.gate is None else self.gate.stacked()
+        return ExpertStack(gate, self.up.stacked(), self.down.stacked(), {0: 0})
 
     def check(self, spec: MoESpec) -> None:
         """LabError where shapes, gates and the spec disagree."""

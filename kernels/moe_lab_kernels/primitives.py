@@ -39,10 +39,13 @@ def round_to(x, dtype: tl.constexpr):
 
 @jit
 def butterfly(v):
-    """fp32 sums over the last of three axes (32 lanes), the same in every lane: lane i with i ^ 16, then 8, 4, 2, 1."""
-    lane = tl.arange(0, 32)[None, None, :]
+    """fp32 sums over the last of three axes (at most 32 lanes, a power of two), the same in every lane: of 32, lane i with
+    i ^ 16, then 8, 4, 2, 1."""
+    lanes: tl.constexpr = v.shape[2]
+    lane = tl.arange(0, lanes)[None, None, :]
     for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
-        v = v + tl.gather(v, tl.broadcast_to(lane ^ (16 >> i), v.shape), 2)
+        if (lanes >> i) > 1:
+            v = v + tl.gather(v, tl.broadcast_to(lane ^ (lanes >> (i + 1)), v.shape), 2)
     return v
 
 
@@ -110,11 +113,12 @@ def pair(low, high, NATIVE: tl.constexpr):
 
 @jit
 def funnel(low, high, shift, NATIVE: tl.constexpr):
-    """The low 32 bits of (high:low) >> shift, for a shift of 0 or 16."""
+    """The low 32 bits of (high:low) >> shift, for a shift of 0, 8, 16 or 24."""
     if NATIVE:
         out = tl.inline_asm_elementwise(
             "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        out = tl.where(shift == 0, low, ((low >> 16) & 0xFFFF) | (high << 16))
+        # high moves in two steps: a shift by 32 has no meaning
+        out = ((low >> shift) & ~(-2 << (31 - shift))) | ((high << 1) << (31 - shift))
     return out

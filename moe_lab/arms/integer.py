@@ -11,15 +11,16 @@ in any order, and a row's bits cannot depend on the rows beside it. The fp32 sum
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.formats import IntegerForm, Q81Rows
+from moe_lab.formats import IntegerForm, QuantRows
 
 BLOCK = 32
 
 
-def integer_matmul(rows: Q81Rows, form: IntegerForm) -> Tensor:
+def integer_matmul(rows: QuantRows, form: IntegerForm) -> Tensor:
     """fp32 [r, N] from q8_1 rows [r, Kd] and an IntegerForm of [N, Kd]."""
-    a = rows.codes.float().unflatten(-1, (-1, BLOCK)).transpose(0, 1)
-    d8 = rows.scale.float().T.unsqueeze(-1)
+    block = min(BLOCK, form.group)  # nvfp4 has a scale for each 16 values
+    a = rows.codes.float().unflatten(-1, (-1, block)).transpose(0, 1)
+    d8 = rows.scale.float().T.repeat_interleave(BLOCK // block, 0).unsqueeze(-1)
     main = _scaled(a, form.codes, d8, form, form.scale)
     if form.mins is None:
         return main
@@ -34,7 +35,7 @@ def _scaled(a: Tensor, w: Tensor, d8: Tensor, form: IntegerForm, scale: Tensor) 
     dots = torch.bmm(a, w.view(n, a.shape[0], -1).permute(1, 2, 0)).mul_(d8)
     # multiply and add stay separate ops: a fused addcmul may round once or twice depending on where a row falls in a
     # vector
-    groups = dots.unflatten(0, (-1, form.group // BLOCK))
+    groups = dots.unflatten(0, (-1, max(1, form.group // BLOCK)))
     total = torch.zeros_like(dots[0])
     for g, blocks in enumerate(groups):
         inner = blocks[0]

@@ -1,17 +1,17 @@
-"""What a weight format is, and a tensor that carries one.
+"""What a weight format is.
 
 A format knows one block: how many values it holds, how many bytes, how to decode and to encode it. It never knows
 about files, experts or devices; everything here runs on whatever device its tensors live on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from moe_lab._types import Float32, Tensor, UInt8
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.protocols import called, check_new_name, check_object
 
 
 class IntegerForm(NamedTuple):
@@ -31,7 +31,11 @@ class IntegerForm(NamedTuple):
 
 @runtime_checkable
 class WeightFormat(Protocol):
-    """One block format. `block` values occupy `block_bytes` bytes; rows are whole blocks."""
+    """One block format. `block` values occupy `block_bytes` bytes; rows are whole blocks.
+
+    A user's own may be passed wherever a format's name is taken. `BlockFormat` brings all but name, block, block_bytes,
+    dequantize and quantize.
+    """
 
     @property
     def name(self) -> str:
@@ -70,6 +74,14 @@ class WeightFormat(Protocol):
         ...
 
 
+def check_whole_blocks(name: str, block: int, kd: int) -> None:
+    """LabError unless a row of `kd` values is whole blocks."""
+    if kd < block or kd % block:
+        raise LabError(
+            f"{name} rows hold whole blocks of {block} values, but a row has {kd}. Pad it or pick another format."
+        )
+
+
 class BlockFormat:
     """What every block format shares: the row arithmetic. Subclasses set the four attributes."""
 
@@ -80,11 +92,7 @@ class BlockFormat:
 
     def row_bytes(self, kd: int) -> int:
         """Bytes of a row of `kd` values."""
-        if kd < self.block or kd % self.block:
-            raise LabError(
-                f"{self.name} rows hold whole blocks of {self.block} values, but a row has {kd}. "
-                "Pad it or pick another format."
-            )
+        check_whole_blocks(self.name, self.block, kd)
         return kd // self.block * self.block_bytes
 
     def blocks(self, raw: Tensor) -> Tensor:
@@ -100,87 +108,26 @@ class BlockFormat:
         return None
 
 
-def f16_at(blocks: Tensor, offset: int) -> Tensor:
-    """The little-endian half at byte `offset` of each block, as fp32 [.., 1]."""
-    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
-
-
-def f16_bytes(value: Tensor) -> Tensor:
-    """fp32 [.., 1] -> the two bytes of its half, rounded to nearest even: uint8 [.., 2]."""
-    return value.to(torch.float16).contiguous().view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantTensor:
-    """A tensor kept as its format's raw bytes.
-
-    `data` uint8 [.., N, row_bytes]; `shape` is the logical shape [.., N, Kd] in numpy order. Indexing slices leading
-    axes (never the row). `scales` and `global_scale` are for formats that keep them apart; block formats have None.
-    """
-
-    data: Tensor
-    format: str
-    shape: tuple[int, ...]
-    codec: WeightFormat
-    scales: Tensor | None = None
-    global_scale: Tensor | None = None
-
-    @classmethod
-    def from_bytes(cls, data: Tensor, format: "str | WeightFormat", shape: tuple[int, ...]) -> "QuantTensor":
-        """Wrap raw bytes of logical `shape` [.., N, Kd]. LabError when the byte count disagrees with the shape."""
-        from moe_lab.formats import get_format
-
-        codec, shape = get_format(format), tuple(int(n) for n in shape)
-        if not shape or min(shape) < 0:
-            raise LabError(f"a quantised tensor needs at least one axis and no negative length, got shape {shape}.")
-        if data.dtype != torch.uint8:
-            raise LabTypeError(f"raw {codec.name} data is uint8, got {data.dtype}.")
-        wanted = (*shape[:-1], codec.row_bytes(shape[-1]))
-        if data.numel() != torch.Size(wanted).numel():
-            raise LabError(
-                f"{codec.name} of shape {shape} takes {torch.Size(wanted).numel()} bytes, got {data.numel()}."
-            )
-        return cls(data.reshape(wanted), codec.name, shape, codec)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the raw data."""
-        return self.data.numel()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes live."""
-        return self.data.device
-
-    def dequantize(self) -> Tensor:
-        """fp32 values of `.shape`."""
-        return self.codec.dequantize(self.data)
-
-    def to(self, device: "torch.device | str") -> "QuantTensor":
-        """The same bytes on `device`."""
-        return QuantTensor(self.data.to(device), self.format, self.shape, self.codec)
-
-    def __getitem__(self, index: int) -> "QuantTensor":
-        if len(self.shape) < 3:
-            raise LabError(f"indexing slices leading axes, but this tensor of shape {self.shape} is a single matrix.")
-        return QuantTensor(self.data[index], self.format, self.shape[1:], self.codec)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        bits = 8 * self.nbytes / max(1, torch.Size(self.shape).numel())
-        return f"QuantTensor({self.format}, shape={self.shape}, {bits:.4g} bits a weight, device={self.device})"
-
-
 def lookup(table: Mapping[str, WeightFormat], format: "str | WeightFormat") -> WeightFormat:
-    """A format by name, or the user's own object unchanged."""
+    """A format by name, or the user's own object unchanged. LabError for an unknown name, sizes below 1 or a name of one
+    of the lab's, LabTypeError for what lacks a member of `WeightFormat`."""
     if isinstance(format, str):
         if format not in table:
             raise LabError(f"no weight format is called {format!r}; known: {', '.join(table)}.")
         return table[format]
-    if not isinstance(format, WeightFormat):
-        raise LabTypeError(
-            f"a weight format is a name or an object with dequantize and quantize, got {type(format).__name__}."
-        )
+    if not any(format is own for own in table.values()):
+        brings = "moe_lab.formats.BlockFormat as a base class brings ggml_type, row_bytes and integer_form."
+        check_object(format, WeightFormat, "weight format", table, hint=brings)
+        check_new_name(format.name, "weight format", table)
+        if format.block < 1 or format.block_bytes < 1:
+            sizes = f"block {format.block} and block_bytes {format.block_bytes}"
+            raise LabError(f"weight format {called(format)} has {sizes}; wanted at least one value and one byte.")
     return format
+
+
+def expect_rows(format: WeightFormat, made: object, shape: tuple[int, ...], dtype: torch.dtype, by: str) -> Tensor:
+    """What a format's `dequantize` or `quantize` (`by`) gave. LabTypeError for anything but `dtype` of `shape`."""
+    if isinstance(made, Tensor) and tuple(made.shape) == shape and made.dtype == dtype:
+        return made
+    came = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+    raise LabTypeError(f"weight format {called(format)}: {by} gave {came}; wanted {dtype} {shape}.")

@@ -1,29 +1,20 @@
-"""The scale searches of the k-quant encoders, vectorised over sub-blocks.
+"""Arithmetic that the encoders share: single roundings, C's rounding of integers, sums in C's order.
 
-Both follow ggml's reference quantisers step by step (formulas: spec of the GGUF k-quants; checked bit for bit against
-the C library in tests/oracles). Sums run over the 16 values one after another, as C does, because the search compares
-errors that differ in the last bit. Everything is fp32; columns are separate tensors so that no reduction may reorder.
+Everything is fp32 and exact in what it promises, on the CPU and on CUDA: the searches compare errors that differ in
+the last bit. [n, S] are S (sub-)blocks of n values as columns, so that a sum over n has the order of a C loop.
 """
 
 import torch
 
-from moe_lab._types import Float32, Int32, Tensor
+from moe_lab._types import Bool, Float32, Int32, Tensor, UInt8
 
-GROUP_EPS = 1e-15  # below this largest magnitude a sub-block is all zero
-
-
-def ordered_sum(columns: list[Tensor]) -> Tensor:
-    """Left-to-right sum of equally shaped tensors: one rounding an addition, in the order given."""
-    total = columns[0]
-    for c in columns[1:]:
-        total = total + c
-    return total
+TRICK = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+TRICK_LIMIT = 4194303.0  # up to this size the trick is rounding to nearest even; beyond, and for inf, bits wrap around
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """a / b rounded once. torch turns a number over a tensor into a reciprocal and a product, on any device, and on
-    CUDA
-    a tensor over a number too: two roundings, and other codes."""
+    CUDA a tensor over a number too: two roundings, and other codes."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     a, b = (
@@ -32,103 +23,60 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     return a / b
 
 
-def search_scale_min(
-    x: Float32[Tensor, "S 16"], nmax: int, rmin: float = -0.5, rdelta: float = 0.1, steps: int = 15
-) -> tuple[Float32[Tensor, " S"], Float32[Tensor, " S"], Int32[Tensor, "S 16"]]:
-    """Scale, minimum (>= 0, to be subtracted) and codes 0..nmax of each sub-block, by least absolute error.
-
-    Tries `steps + 1` inverse scales (rmin + rdelta * step + nmax) / (max - offset so far); for each the weighted
-    least-squares
-    scale and offset of its codes; keeps the one with the smallest sum of |x| * |error|.
-    """
-    cols = list(x.unbind(-1))
-    weights = [c.abs() for c in cols]
-    lo, hi = x.amin(-1).clamp(max=0.0), x.amax(-1)
-    sum_w = ordered_sum(weights)
-    sum_x = ordered_sum([w * c for w, c in zip(weights, cols, strict=True)])
-    span = hi - lo
-    flat = span == 0
-    safe_span = torch.where(flat, torch.ones_like(span), span)
-
-    def codes_for(inverse: Tensor, offset: Tensor) -> list[Tensor]:
-        # max == offset makes the inverse infinite; C's integer rounding trick then yields 0, never nmax
-        scaled = (inverse * (c - offset) for c in cols)
-        return [torch.round(v).nan_to_num(0.0, 0.0, 0.0).clamp(0, nmax) for v in scaled]
-
-    def error(scale: Tensor, offset: Tensor, codes: list[Tensor]) -> Tensor:
-        return ordered_sum([w * (scale * q + offset - c).abs() for w, q, c in zip(weights, codes, cols, strict=True)])
-
-    inverse = divide(nmax, safe_span)
-    best_scale, best_min = 1.0 / inverse, lo
-    codes = codes_for(inverse, lo)
-    best_codes, best_error = torch.stack(codes, -1), error(best_scale, lo, codes)
-    for step in range(steps + 1):
-        # C evaluates rmin + rdelta * step + nmax in fp32
-        numerator = torch.tensor(rmin, dtype=torch.float32) + torch.tensor(rdelta, dtype=torch.float32) * step + nmax
-        # the offset kept so far replaces the minimum here too, so each step depends on the one before
-        codes = codes_for(numerator.to(x.device) / torch.where(flat, safe_span, hi - best_min), best_min)
-        weighted = [w * q for w, q in zip(weights, codes, strict=True)]
-        sum_l = ordered_sum(weighted)
-        sum_l2 = ordered_sum([wq * q for wq, q in zip(weighted, codes, strict=True)])
-        sum_xl = ordered_sum([wq * c for wq, c in zip(weighted, cols, strict=True)])
-        det = sum_w * sum_l2 - sum_l * sum_l
-        ok = det > 0
-        safe_det = torch.where(ok, det, torch.ones_like(det))
-        scale = (sum_w * sum_xl - sum_x * sum_l) / safe_det
-        offset = (sum_l2 * sum_x - sum_l * sum_xl) / safe_det
-        positive = offset > 0
-        scale = torch.where(positive, sum_xl / torch.where(sum_l2 == 0, torch.ones_like(sum_l2), sum_l2), scale)
-        offset = torch.where(positive, torch.zeros_like(offset), offset)
-        e = error(scale, offset, codes)
-        better = ok & (e < best_error)
-        best_error = torch.where(better, e, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_min = torch.where(better, offset, best_min)
-        best_codes = torch.where(better.unsqueeze(-1), torch.stack(codes, -1), best_codes)
-    zero = torch.zeros_like(best_scale)
-    return (
-        torch.where(flat, zero, best_scale),
-        torch.where(flat, -lo, -best_min),
-        torch.where(flat.unsqueeze(-1), torch.zeros_like(best_codes), best_codes).to(torch.int32),
-    )
+def ordered_sum(terms: Float32[Tensor, "n ..."]) -> Float32[Tensor, "..."]:
+    """Sum over the first axis from 0 upwards, one rounding an addition: the order of a C loop."""
+    if terms.device.type == "cpu":  # one call that adds "in the order given in index"; CUDA's does not
+        first = torch.zeros(len(terms), dtype=torch.int64)
+        return torch.zeros_like(terms[:1]).flatten(1).index_add_(0, first, terms.flatten(1)).view(terms.shape[1:])
+    total = terms[0].clone()
+    for term in terms[1:].unbind(0):
+        total += term
+    return total
 
 
-def search_scale_symmetric(
-    x: Float32[Tensor, "S 16"], nmax: int
-) -> tuple[Float32[Tensor, " S"], Int32[Tensor, "S 16"]]:
-    """Signed scale and codes -nmax..nmax-1 of each sub-block (returned shifted by nmax), x^2-weighted.
+def nearest(v: Float32[Tensor, "*some"]) -> Int32[Tensor, "*some"]:
+    """C's rounding trick, any value: nearest even up to TRICK_LIMIT, NaN 0, the wrapped bits of anything larger."""
+    bits = (v + TRICK).view(torch.int32).bitwise_and_(0x7FFFFF).sub_(0x400000)
+    return bits.masked_fill_(v.isnan(), 0)  # the NaN that x86 makes gives 0, the one that CUDA makes would not
 
-    Starts from -nmax / (signed element of largest magnitude) and then, at most five times, moves single codes
-    wherever that raises (sum w x q)^2 / (sum w q^2).
-    """
-    cols = list(x.unbind(-1))
-    amax, where = x.abs().max(-1)
-    peak = x.gather(-1, where.unsqueeze(-1)).squeeze(-1)
-    tiny = amax < GROUP_EPS
-    inverse = torch.where(tiny, torch.zeros_like(peak), divide(-nmax, torch.where(tiny, torch.ones_like(peak), peak)))
-    weights = [c * c for c in cols]
-    codes = [torch.round(inverse * c).clamp(-nmax, nmax - 1) for c in cols]
-    sum_lx = ordered_sum([w * c * q for w, c, q in zip(weights, cols, codes, strict=True)])
-    sum_l2 = ordered_sum([w * q * q for w, q in zip(weights, codes, strict=True)])
-    active = ~tiny
-    for _ in range(5):
-        changed = torch.zeros_like(active)
-        for i, (c, w) in enumerate(zip(cols, weights, strict=True)):
-            q = codes[i]
-            lx, l2 = sum_lx - w * c * q, sum_l2 - w * q * q
-            candidate = active & (lx > 0)
-            safe_lx = torch.where(candidate, lx, torch.ones_like(lx))
-            new = torch.round(c * l2 / safe_lx).clamp(-nmax, nmax - 1)
-            new_lx, new_l2 = lx + w * c * new, l2 + w * new * new
-            gain = new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2
-            take = candidate & (new != q) & (new_l2 > 0) & gain
-            codes[i] = torch.where(take, new, q)
-            sum_lx, sum_l2 = torch.where(take, new_lx, sum_lx), torch.where(take, new_l2, sum_l2)
-            changed |= take
-        active = active & changed
-        if not bool(active.any()):
-            break
-    usable = (sum_l2 > 0) & ~tiny
-    scale = torch.where(usable, sum_lx / torch.where(usable, sum_l2, torch.ones_like(sum_l2)), torch.zeros_like(sum_lx))
-    shifted = torch.stack(codes, -1) + nmax
-    return scale, torch.where(tiny.unsqueeze(-1), torch.zeros_like(shifted), shifted).to(torch.int32)
+
+def nearest_clamped_(v: Float32[Tensor, "n S"], low: int, high: int, *ends: Tensor) -> Float32[Tensor, "n S"]:
+    """`nearest`, then clamped, in place. `ends` hold values that bound v: one look decides for two fast passes."""
+    if all(bool((e.abs() <= TRICK_LIMIT).all()) for e in ends):  # NaN compares false
+        return v.round_().clamp_(low, high)
+    return v.copy_(nearest(v).clamp_(low, high))
+
+
+def take_columns_(
+    codes: Float32[Tensor, "n S"], other: Float32[Tensor, "n S"], where: Bool[Tensor, " S"]
+) -> Float32[Tensor, "n S"]:
+    """`codes` with the columns `where` taken from `other`, in place."""
+    some = where.nonzero().squeeze(-1)
+    return codes.index_copy_(1, some, other.index_select(1, some)) if len(some) else codes
+
+
+def signed_peak(x: Float32[Tensor, "a b"], dim: int) -> Float32[Tensor, " rest"]:
+    """The value of largest magnitude along `dim`, the first of equals; +0 for zeros."""
+    high, low = x.amax(dim), x.amin(dim)
+    peak = torch.where(high < -low, low, high)
+    tied = (high == -low).logical_and_(high > 0).nonzero().squeeze(-1)
+    if len(tied):
+        some = x.index_select(1 - dim, tied)
+        peak[tied] = some.gather(dim, some.abs().argmax(dim, keepdim=True)).squeeze(dim)
+    return peak + 0.0  # -0 becomes +0
+
+
+def largest_size(x: Float32[Tensor, "a b"], dim: int) -> Float32[Tensor, " rest"]:
+    """max |x| along `dim`, never -0."""
+    return torch.maximum(x.amax(dim), -x.amin(dim)).abs_()
+
+
+def half_bytes(v: Float32[Tensor, " B"]) -> tuple[UInt8[Tensor, "B 2"], Float32[Tensor, " B"]]:
+    """The bytes of each value's half (nearest even), and what they decode to."""
+    half = v.to(torch.float16)
+    return half.view(torch.uint8).view(-1, 2), half.float()
+
+
+def inverse_or_zero(v: Float32[Tensor, "*some"]) -> Float32[Tensor, "*some"]:
+    """1 / v, and 0 for 0."""
+    return torch.where(v == 0, torch.zeros_like(v), divide(1.0, v))

@@ -1,47 +1,24 @@
-"""GGUF's simple 32-value blocks. Now: Q8_0.
+"""GGUF's simple blocks: 32 values (nvfp4: 64) under their own scales, and IQ4's uneven tables.
 
-Layout (34 bytes, 8.5 bits a weight): d f16 @0, codes int8 @2..33; w = d * q.
+    q8_0    34 bytes, 8.5 bits a weight    d f16 @0, codes int8 @2..33; w = d * q
+    q4_0    18 bytes, 4.5 bits             d f16 @0, codes @2..17; w = d * (q - 8)
+    q4_1    20 bytes, 5 bits               d f16 @0, m f16 @2, codes @4..19; w = d * q + m
+    q5_0    22 bytes, 5.5 bits             d f16 @0, fifth bits @2..5, low nibbles @6..21; w = d * (q - 16)
+    q5_1    24 bytes, 6 bits               d f16 @0, m f16 @2, fifth bits @4..7, low nibbles @8..23; w = d * q + m
+    mxfp4   17 bytes, 4.25 bits            exponent u8 @0, E2M1 codes @1..16; w = 2 v(q) * 2^(exponent - 128)
+    nvfp4   36 bytes, 4.5 bits             four E4M3 scales u8 @0..3, E2M1 codes @4..35; w = v(q) * scale, for each 16
+    iq4_nl  18 bytes, 4.5 bits             d f16 @0, codes @2..17; w = d * t(q)
+    iq4_xs  136 bytes for 256, 4.25 bits   d f16 @0, eight 6-bit scales @2..7, codes @8..135; w = d * (sc - 32) * t(q)
+q4_1, q5_0, q5_1 and iq4_* (t: a table of 16 int8) are only decoded. Here mxfp4 and nvfp4 are the GGUF blocks with the
+values ggml reads: an exponent of 255 is 2^127 and no NaN; a scale's sign bit is ignored and 0x7f is 0; a tensor's own
+fp32 scale, where a file has one, is a separate tensor. Which bit belongs to which value: `moe_lab_kernels.unpack`.
 """
 
-import torch
+from moe_lab.formats.gguf_blocks import GgufBlocks, TableBlocks
+from moe_lab.formats.quantize_fp4 import quantize_mxfp4, quantize_nvfp4
+from moe_lab.formats.quantize_simple import quantize_q4_0, quantize_q8_0
 
-from moe_lab._types import Tensor
-from moe_lab.formats.base import BlockFormat, IntegerForm, f16_at, f16_bytes
-from moe_lab.formats.kquants_search import divide
-
-
-def round_half_away(v: Tensor) -> Tensor:
-    """C's roundf: nearest, halves away from zero. Exact, unlike floor(|v| + 0.5), which is wrong at 0.49999997."""
-    t = v.trunc()
-    return t + torch.copysign(((v - t).abs() >= 0.5).to(v.dtype), v)
-
-
-class Q8_0(BlockFormat):
-    """8-bit codes with one half scale per 32 values."""
-
-    name, block, block_bytes, ggml_type = "q8_0", 32, 34, 8
-
-    def dequantize(self, raw: Tensor) -> Tensor:
-        """fp32 [.., Kd]: d * q."""
-        b = self.blocks(raw)
-        return (f16_at(b, 0) * b[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
-
-    def quantize(self, w: Tensor) -> Tensor:
-        """d = amax / 127; q = roundf(w * (1 / d)) with the fp32 d; a block too small to invert becomes zeros."""
-        self.row_bytes(w.shape[-1])
-        x = w.float().unflatten(-1, (-1, 32))
-        d = divide(x.abs().amax(-1, keepdim=True), 127.0)
-        inv = torch.where(d > 0, 1.0 / d, torch.zeros_like(d))
-        # 1 / d overflows for a block maximum below 3.7e-37; fp16 stores d = 0 there, so the codes must be 0 as well.
-        inv = torch.where(torch.isinf(inv), torch.zeros_like(inv), inv)
-        q = round_half_away(x * inv).to(torch.int8)
-        return torch.cat([f16_bytes(d), q.view(torch.uint8)], -1).flatten(-2)
-
-    def integer_form(self, raw: Tensor) -> IntegerForm:
-        """codes = q, one scale per 32."""
-        b = self.blocks(raw)
-        codes = b[..., 2:].contiguous().view(torch.int8).float().flatten(-2)
-        return IntegerForm(codes, f16_at(b, 0).squeeze(-1), 32, None, None)
-
-
-Q8_0_FORMAT = Q8_0()
+Q8_0_FORMAT, Q4_0_FORMAT = GgufBlocks("q8_0", 8, quantize_q8_0), GgufBlocks("q4_0", 2, quantize_q4_0)
+Q4_1_FORMAT, Q5_0_FORMAT, Q5_1_FORMAT = GgufBlocks("q4_1", 3), GgufBlocks("q5_0", 6), GgufBlocks("q5_1", 7)
+IQ4_NL_FORMAT, IQ4_XS_FORMAT = TableBlocks("iq4_nl", 20), TableBlocks("iq4_xs", 23)
+MXFP4_FORMAT, NVFP4_FORMAT = GgufBlocks("mxfp4", 39, quantize_mxfp4), GgufBlocks("nvfp4", 40, quantize_nvfp4)
