@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_lab._types import Float, Int, Tensor
+from moe_lab._types import Float, Float32, Int, Tensor
 from moe_lab.arms import Arm, ExpertBiases, batched_schedule, per_token_schedule
 from moe_lab.block import router_logits
+from moe_lab.card import byte_size, card
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution import Execution, Options
 from moe_lab.formats import QuantTensor
-from moe_lab.routing import ExpertPlan, Routing, plan, route, route_plan
+from moe_lab.routing import ExpertPlan, Routing, choice_margin, plan, route, route_plan
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
@@ -46,6 +47,18 @@ class MoEOutput:
     routing: Routing
     timing: Timing
     arm: str
+
+    def _repr_html_(self) -> str:
+        t = self.timing
+        phases = f"route {t.route_ms:.3g}, fetch {t.fetch_ms:.3g}, compute {t.compute_ms:.3g}, all {t.wall_ms:.3g}"
+        facts = {
+            "out": f"{list(self.out.shape)} {self.out.dtype} on {self.out.device}",
+            "arm": f"{self.arm}, backend {t.backend}",
+            "time (ms)": phases,
+            "picks": f"K = {self.routing.top_k} of each of T = {self.routing.tokens} tokens",
+            "cache": f"{t.hits} hits, {t.misses} misses, {byte_size(t.bytes_read)} read" if t.hits + t.misses else None,
+        }
+        return card("MoEOutput", facts)
 
 
 class MoELayer:
@@ -159,6 +172,12 @@ class MoELayer:
         own = self.router_weights
         return route(router_logits(x, own, self.spec), self.spec.router, token_ids=token_ids, **own.for_routing())
 
+    def margin(self, x: Float[Tensor, "T D"]) -> Float32[Tensor, " T"]:
+        """How close each row came to other picks: see `moe_lab.routing.choice_margin`."""
+        own = self.router_weights
+        logits = router_logits(x, own, self.spec)
+        return choice_margin(logits, self.spec.router, correction_bias=own.correction_bias)
+
     def _route_plan(self, x: Tensor, token_ids: Tensor | None) -> tuple[Routing, ExpertPlan]:
         """`route` and its plan; in one launch where a kernel does both."""
         own = self.router_weights
@@ -181,11 +200,12 @@ class MoELayer:
         if not isinstance(options, Options):
             raise LabTypeError(f"options is a {type(options).__name__}; wanted moe_lab.Options.")
         run = Execution(self, x.detach(), arm, options)
+        routed = routing is None
         with threads_for(self._macs(x)) if run.backend == "torch" else nullcontext():
             out, routing = self._execute(run, routing, token_ids)
         timing = run.finish()
         about = {"num_experts": self.spec.num_experts, "width": self.spec.router.width, "model_hash": self.model_hash}
-        emit(timing, self.number, routing, about)
+        emit(timing, self.number, routing, about, (lambda: self.margin(run.x)) if routed else None)
         return MoEOutput(out, routing, timing, run.arm.name)
 
     def _execute(self, run: Execution, routing: Routing | None, token_ids: Tensor | None) -> tuple[Tensor, Routing]:
@@ -221,6 +241,19 @@ class MoELayer:
             raise LabError(
                 f"routing holds T={routing.tokens} tokens on {routing.ids.device}, x has T={x.shape[0]} on {x.device}."
             )
+
+    def _repr_html_(self) -> str:
+        s = self.spec
+        facts = {
+            "family": s.family,
+            "sizes": f"D={s.d_model} F={s.d_expert} E={s.num_experts} K={s.top_k}",
+            "formats": "/".join(self.experts.formats),
+            "experts": f"{'streamed' if isinstance(self.experts, StreamedExperts) else 'resident'} on {self.device}",
+            "activation": s.activation,
+            "router": f"{s.router.score}, {'normalised' if s.router.normalize else 'not normalised'}",
+            "shared expert": f"F={s.shared.d_expert}" if s.shared else None,
+        }
+        return card(f"MoELayer {'' if self.number is None else self.number}", facts)
 
     def __repr__(self) -> str:
         s, kind = self.spec, "streamed" if isinstance(self.experts, StreamedExperts) else "resident"

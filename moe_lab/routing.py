@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from moe_lab._types import Float, Int, Tensor
+from moe_lab._types import Float, Float32, Int, Tensor
+from moe_lab.card import card
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.spec import RouterSpec
 from moe_lab_kernels import plan as plan_kernel
@@ -65,6 +66,10 @@ class Routing:
         """K."""
         return self.ids.shape[1]
 
+    def _repr_html_(self) -> str:
+        facts = {"tokens, T": self.tokens, "experts a token, K": self.top_k, "router width, R": self.width}
+        return card("Routing", {**facts, "device": self.ids.device})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPlan:
@@ -107,20 +112,20 @@ def route(
         if checked:
             _refuse_affected(affected > 0)
         return Routing(ids, weights, _count(affected), spec.width)
-    raw = logits.double()
-    nan = raw.isnan()
-    bad = (nan | (raw == float("inf"))).any(-1)
+    z, nan = _conditioned(logits, spec)
+    bad = (nan | (logits == float("inf"))).any(-1)
     if checked:
         _refuse_affected(bad)
-    z = raw.masked_fill(nan, float("-inf")) / spec.temperature
-    if spec.softcap is not None:
-        z = spec.softcap * torch.tanh(z / spec.softcap)
-        z = z.masked_fill(nan, float("-inf"))
     if spec.weights_from == "sparsemixer":
         ids, w = _sparsemixer(z, spec.jitter_eps)
     else:
         s = _score(z, spec.score).masked_fill(nan, 0.0)
-        ids = _select(z if spec.score == "none" else s, nan, spec, correction_bias, hash_table, token_ids)
+        if spec.hash_routing:
+            assert hash_table is not None
+            assert token_ids is not None
+            ids = hash_table.long()[token_ids.long()].to(z.device)
+        else:
+            ids = top_ids(_choice(z if spec.score == "none" else s, nan, spec, correction_bias), spec.top_k)
         w = _weights(z, s, ids, spec)
     w = _normalise(w, spec)
     if spec.scale_on == "weights":
@@ -129,6 +134,41 @@ def route(
         known = ids < spec.num_experts
         w = torch.where(known, w * per_expert_scale.double()[ids.clamp(max=spec.num_experts - 1)], w)
     return Routing(ids.to(torch.int32), w.float(), bad.sum().to(torch.int32), spec.width)
+
+
+def choice_margin(
+    logits: Float[Tensor, "T R"], spec: RouterSpec, *, correction_bias: Float[Tensor, " R"] | None = None
+) -> Float32[Tensor, " T"]:
+    """How close each token came to other picks: K-th minus (K+1)-th choice score, float64 rounded once to fp32.
+
+    The choice score is what `route` ranks by: the score (the logit where there is none) plus the correction bias,
+    within the kept groups. 0 is a tie, which the lower id wins; inf where no further expert could be picked; NaN for
+    hash routing, which ranks nothing. LabError for widths that disagree.
+    """
+    if spec.hash_routing:
+        return torch.full((len(logits),), float("nan"), device=logits.device)
+    _check_route(logits, spec, correction_bias, None, None, None)
+    z, nan = _conditioned(logits, spec)
+    if spec.top_k == spec.width:
+        return torch.full((len(logits),), float("inf"), device=logits.device)
+    if spec.weights_from == "sparsemixer":
+        choice = z
+    else:
+        score = z if spec.score == "none" else _score(z, spec.score).masked_fill(nan, 0.0)
+        choice = _choice(score, nan, spec, correction_bias)
+    ranked = torch.sort(choice, -1, descending=True).values
+    last, next_one = ranked[:, spec.top_k - 1], ranked[:, spec.top_k]
+    return torch.where(last == next_one, 0.0, last - next_one).float()  # two infinities tie
+
+
+def _conditioned(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Logits in float64 after temperature and softcap, -inf for NaN; and where the NaNs were."""
+    raw = logits.double()
+    nan = raw.isnan()
+    z = raw.masked_fill(nan, float("-inf")) / spec.temperature
+    if spec.softcap is not None:
+        z = (spec.softcap * torch.tanh(z / spec.softcap)).masked_fill(nan, float("-inf"))
+    return z, nan
 
 
 def _takes_kernel(backend: BackendChoice, unserved: str | None, *tensors: Tensor, **optional: Tensor | None) -> bool:
@@ -231,14 +271,11 @@ def top_ids(values: Tensor, k: int) -> Tensor:
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _select(choice: Tensor, nan: Tensor, spec: RouterSpec, bias, table, token_ids) -> Tensor:
-    if spec.hash_routing:
-        return table.long()[token_ids.long()].to(choice.device)
-    c = choice if bias is None else choice + bias.double()
+def _choice(score: Tensor, nan: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """What the picks are ranked by: the score with its bias, -inf for a NaN logit, dropped groups filled."""
+    c = score if bias is None else score + bias.double()
     c = c.masked_fill(nan | c.isnan(), float("-inf"))
-    if spec.n_group > 1:
-        c = _group_limit(c, spec)
-    return top_ids(c, spec.top_k)
+    return _group_limit(c, spec) if spec.n_group > 1 else c
 
 
 def _group_limit(c: Tensor, spec: RouterSpec) -> Tensor:

@@ -11,16 +11,18 @@ not. `with record() as rec` collects every call made inside it.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.trace import RoutingTrace
+from moe_lab.trace import RoutingTrace, TraceWriter
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,23 +142,55 @@ class Timing:
         return {**head, **times, "wall_ms": t["wall"], **{n: getattr(self, n) for n in names}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Picks:
+    """One call's picks: ids and weights [T, K], margin [T] where asked for."""
+
+    ids: Any
+    weights: Any
+    margin: Any
+
+
 class Recorder:
     """Collects the timings and picks of every layer call made inside `record()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, margin: bool = False, writer: TraceWriter | None = None) -> None:
+        self._margin, self._writer = margin, writer
         self._calls: list[Timing] = []
-        self._picks: list[tuple[int, Any]] = []
+        self._picks: dict[int, list[_Picks]] = {}
         self._about: dict[str, Any] = {}
 
-    def add(self, timing: Timing, layer: int | None, routing: Any, about: dict[str, Any]) -> None:
-        """Called by the layer at the end of a call."""
-        self._calls.append(timing)
-        self._picks.append((-1 if layer is None else layer, routing))
+    def add(
+        self,
+        timing: Timing,
+        layer: int | None,
+        routing: Any,
+        about: dict[str, Any],
+        margin: Callable[[], torch.Tensor] | None,
+    ) -> None:
+        """Called by the layer at the end of a call; `margin` computes it where the layer's own router picked."""
+        number = -1 if layer is None else layer
+        if self._writer is not None and number in self._picks:
+            self.flush()  # the layer comes round again: a step is over
+        found = None
+        if self._margin:
+            found = margin() if margin is not None else torch.full((len(routing.ids),), float("nan"))
+        self._picks.setdefault(number, []).append(_Picks(routing.ids, routing.weights, found))
         self._about.update(about)
+        if self._writer is None:
+            self._calls.append(timing)
+
+    def flush(self) -> None:
+        """Hand the step that is over to the file, if there is one."""
+        if self._writer is not None and self._picks:
+            self._writer.append(self._joined())
+            self._picks = {}
 
     @property
     def timings(self) -> "pd.DataFrame":
         """One row a layer call (see `Timing`)."""
+        if self._writer is not None:
+            raise LabError("timings are not kept while picks are recorded to a file: their number has no bound.")
         try:
             import pandas as pd
         except ImportError as e:
@@ -165,32 +199,57 @@ class Recorder:
 
     @property
     def trace(self) -> RoutingTrace:
-        """The picks as a RoutingTrace; calls of one layer follow one another along the token axis."""
-        by_layer: dict[int, list[Any]] = {}
-        for layer, routing in self._picks:
-            by_layer.setdefault(layer, []).append(routing)
-        if not by_layer:
+        """The picks as a RoutingTrace; calls of one layer follow one another along the token axis. Recorded to a file,
+        they are read back from it once the block is over.
+        """
+        if self._writer is not None:
+            return RoutingTrace.load(self._writer.path)
+        if not self._picks:
             raise LabError("nothing was recorded: no layer was called inside record().")
-        ids = {n: torch.cat([r.ids for r in rs]).cpu().numpy() for n, rs in by_layer.items()}
-        weights = {n: torch.cat([r.weights for r in rs]).cpu().numpy() for n, rs in by_layer.items()}
-        return RoutingTrace.from_layers(ids, weights, **self._about)
+        return self._joined()
+
+    def _joined(self) -> RoutingTrace:
+        def arrays(name: str) -> dict[int, Any]:
+            calls = {n: [getattr(p, name) for p in picks] for n, picks in self._picks.items()}
+            return {n: torch.cat([t.cpu() for t in tensors]).numpy() for n, tensors in calls.items()}
+
+        margin = arrays("margin") if self._margin else {}
+        ids, weights = arrays("ids"), arrays("weights")
+        shapes = {n: a.shape for n, a in ids.items()}
+        if len(set(shapes.values())) > 1:
+            raise LabError(f"a trace needs the same tokens and K in every layer, got {shapes}.")
+        stacked = np.stack([margin[n] for n in sorted(margin)], 1) if margin else None
+        return RoutingTrace.from_layers(ids, weights, margin=stacked, **self._about)
 
 
 _RECORDERS: ContextVar[tuple[Recorder, ...]] = ContextVar("moe_lab_recorders", default=())
 
 
 @contextmanager
-def record() -> Iterator[Recorder]:
-    """Record every layer call made inside the block (also in nested blocks)."""
-    recorder = Recorder()
-    token = _RECORDERS.set((*_RECORDERS.get(), recorder))
-    try:
-        yield recorder
-    finally:
-        _RECORDERS.reset(token)
+def record(*, margin: bool = False, to: str | Path | None = None) -> Iterator[Recorder]:
+    """Record every layer call made inside the block (also in nested blocks).
+
+    `margin`: also how close each token came to other picks, which runs the router a second time, outside the clock; NaN
+    where the call was given its routing. `to`: write the picks to this Parquet file step by step instead of keeping
+    them (and no timings): memory for one row group. Every step must then call the same layers, once each, in order.
+    """
+    with nullcontext() if to is None else TraceWriter(to) as writer:
+        recorder = Recorder(margin=margin, writer=writer)
+        token = _RECORDERS.set((*_RECORDERS.get(), recorder))
+        try:
+            yield recorder
+        finally:
+            _RECORDERS.reset(token)
+        recorder.flush()
 
 
-def emit(timing: Timing, layer: int | None, routing: Any, about: dict[str, Any]) -> None:
+def emit(
+    timing: Timing,
+    layer: int | None,
+    routing: Any,
+    about: dict[str, Any],
+    margin: Callable[[], torch.Tensor] | None = None,
+) -> None:
     """Hand one finished call to every open recorder."""
     for recorder in _RECORDERS.get():
-        recorder.add(timing, layer, routing, about)
+        recorder.add(timing, layer, routing, about, margin)

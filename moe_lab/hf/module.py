@@ -16,6 +16,7 @@ from moe_lab._types import Tensor
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.families import Family, ModuleNames, family_of_module, get_family
 from moe_lab.layer import MoELayer
+from moe_lab.spec import MoESpec
 from moe_lab.weights import Latent, ResidualNorms, RouterWeights, SharedWeights, as_quant
 
 
@@ -27,14 +28,36 @@ def from_module(block: torch.nn.Module, *, family: str | Family | None = None, n
     LabTypeError for what is no module, LabError for a class without a row, a missing tensor or setting, or a parameter
     that the row does not read: nothing a module holds is left out silently.
     """
+    parts = _read(block, family)
+    return MoELayer.from_tensors(parts.spec, router=parts.router, **parts.rest, number=number)
+
+
+def router_from_module(block: torch.nn.Module, *, family: str | Family | None = None) -> tuple[RouterWeights, MoESpec]:
+    """`block`'s router and the spec that reads it, without the experts' copies that a layer may need. Errors as in
+    `from_module`.
+    """
+    parts = _read(block, family)
+    return parts.router, parts.spec
+
+
+def _read(block: torch.nn.Module, family: str | Family | None) -> "_Parts":
     if not isinstance(block, torch.nn.Module):
         raise LabTypeError(f"from_module wants a torch module, got {type(block).__name__}.")
     row = _row(block, family)
     assert row.module is not None
     reader = _Reader(block, row.module)
-    layer = _build(row, row.module, reader, number)
+    parts = _parts(row, row.module, reader)
     reader.check_all_read()
-    return layer
+    return parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """A block, read: views of its tensors. `rest`: what MoELayer.from_tensors takes beside spec and router."""
+
+    spec: MoESpec
+    router: RouterWeights
+    rest: dict[str, Any]
 
 
 def _row(block: torch.nn.Module, family: str | Family | None) -> Family:
@@ -100,7 +123,7 @@ class _Reader:
             )
 
 
-def _build(row: Family, names: ModuleNames, reader: _Reader, number: int | None) -> MoELayer:
+def _parts(row: Family, names: ModuleNames, reader: _Reader) -> _Parts:
     router = RouterWeights(
         weight=reader.tensor(names.router),
         bias=reader.role("router_bias"),
@@ -126,10 +149,11 @@ def _build(row: Family, names: ModuleNames, reader: _Reader, number: int | None)
         shared_settings=found["shared"],
     )
     norms = ResidualNorms(**{f: reader.tensor(path) for f, path in names.norms.items()}) if names.norms else None
-    return MoELayer.from_tensors(
-        spec, router=router, gate=gate, up=up, down=down, biases=_biases(names, reader), shared=shared, latent=latent,
-        norms=norms, number=number,
-    )  # fmt: skip
+    rest = {
+        "gate": gate, "up": up, "down": down, "biases": _biases(names, reader), "shared": shared, "latent": latent,
+        "norms": norms,
+    }  # fmt: skip
+    return _Parts(spec, router, rest)
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
