@@ -48,3 +48,25 @@ def sweep(times: dict[str, dict[int, float]]) -> pd.DataFrame:
             rows.append((arm, tokens, time_ms, each, 1000 * each, "torch", "cpu"))
     columns = ["arm", "tokens", "time_ms_p50", "submissions", "weight_bytes", "backend", "device"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def predictions(recalls: dict[str, float] | None = None) -> pd.DataFrame:
+    """Rows of `lab.analysis.next_layer`, K = 2: recall of the next router by pair at k' = 2, controls at 0.3 and 0.2;
+    0.1 more at k' = 3.
+    """
+    rows = []
+    for pair, best in (recalls or {"0→1": 0.4, "1→2": 0.8}).items():
+        here, there = map(int, pair.split("→"))
+        for name, base in (("next router", best), ("previous token", 0.3), ("popularity", 0.2)):
+            rows += [(here, there, name, k, base + 0.1 * (k - 2), 100) for k in (2, 3)]
+    return pd.DataFrame(rows, columns=["layer", "next_layer", "predictor", "reads", "recall", "tokens"])
+
+
+def flip_rates() -> pd.DataFrame:
+    """Rows of `lab.analysis.flip_rate`: two variants, 100 tokens each, flips below a margin of 0.01 alone."""
+    rows = [
+        (pair, low, high, n, flipped, flipped / n)
+        for pair, few in (("bf16 result", 5), ("bf16 inputs", 2))
+        for low, high, n, flipped in ((0.0, 0.01, 40, few), (0.01, 0.1, 60, 0))
+    ]
+    return pd.DataFrame(rows, columns=["pair", "margin_from", "margin_to", "tokens", "flipped", "flip_rate"])

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from bs4 import BeautifulSoup
 from matplotlib import pyplot as plt
@@ -12,8 +13,10 @@ from matplotlib.figure import Figure
 
 import moe_lab as lab
 from moe_lab import explore
-from moe_lab.explore import Explorer
+from moe_lab.explore import Explorer, PairExplorer
+from moe_lab.plots.style import LabFigure
 from tests.support import frames
+from tests.support.traces import random_trace, trace_of
 
 
 def plain(value: object) -> Axes:
@@ -84,7 +87,7 @@ def test_mimebundle_offers_the_widget_and_the_page() -> None:
 
 def test_too_many_frames_are_thinned_with_a_warning_ends_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explore.MOST_FRAMES == 64
-    monkeypatch.setattr(explore, "MOST_FRAMES", 4)
+    monkeypatch.setattr("moe_lab.explore.explorer.MOST_FRAMES", 4)
     with pytest.warns(UserWarning, match="4 of the 10 frames"):
         pictures = BeautifulSoup(explorer(list(range(10)), start=9).to_html(), "html.parser").select("img")
     assert [p["data-label"] for p in pictures] == ["0", "3", "6", "9"]
@@ -112,5 +115,123 @@ def test_frames_do_not_stay_open() -> None:
     ids=["empty", "start", "alt", "frame"],
 )
 def test_what_cannot_be_shown_is_refused(make: object, says: str) -> None:
+    with pytest.raises(lab.LabError, match=says):
+        make()
+
+
+def pair(**more: object) -> PairExplorer:
+    return PairExplorer(
+        [0, 5], ["a", "b", "c"], lambda n, s: described(f"picture of {n}{s}"), labels=("layer", "text"), **more
+    )
+
+
+def described(alt: str) -> Figure:
+    figure = LabFigure(figsize=(1, 1))
+    figure.subplots()
+    figure.alt = alt
+    return figure
+
+
+def test_pair_holds_every_combination_and_shows_the_start() -> None:
+    page = BeautifulSoup(pair(start=(1, 2)).to_html(), "html.parser")
+    pictures = page.select("img")
+    assert [p["alt"] for p in pictures[::5]] == ["layer 0, text a: picture of 0a", "layer 5, text c: picture of 5c"]
+    assert [p.has_attr("hidden") for p in pictures] == [True] * 5 + [False]
+    assert [s["value"] if s.has_attr("value") else s.text for s in page.select("option[selected]")] == ["5", "c"]
+    assert [label.find(string=True).strip() for label in page.select("label")] == ["layer", "text"]
+
+
+def test_moving_either_live_control_shows_their_combination() -> None:
+    live = pair()
+    first, second = live.children[0].children
+    first.value = 1
+    assert "picture of 5a" in live.children[1].value
+    second.value = 2
+    assert "picture of 5c" in live.children[1].value
+
+
+def test_more_combinations_than_a_page_holds_are_refused() -> None:
+    with pytest.raises(lab.LabError, match="10 x 7 = 70 frames"):
+        PairExplorer(list(range(10)), list(range(7)), lambda a, b: described("x"), labels=("a", "b"))
+    with pytest.raises(lab.LabError, match="'text': start=3"):
+        pair(start=(0, 3))
+
+
+def test_routing_explorer_starts_ranges_at_domains() -> None:
+    trace = random_trace(40, domains=np.array(["a"] * 25 + ["b"] * 15))
+    page = BeautifulSoup(lab.explore.routing(trace, tokens=20, layers=[1, 2]).to_html(), "html.parser")
+    assert [o.text for o in page.select("option")] == ["1", "2", "0 to 19 (a)", "25 to 39 (b)"]
+    alt = page.select("img")[3]["alt"]
+    assert alt.startswith("layer 2, tokens 25 to 39 (b): ")
+    assert re.search(r"\d+% of picks repeat .* takes .* the mean.* successive tokens need", alt)
+    assert plt.get_fignums() == []
+
+
+def test_routing_explorer_says_when_it_leaves_layers_out() -> None:
+    trace = random_trace(64, layers=20, experts=3, top_k=1)
+    with pytest.warns(UserWarning, match="8 of the trace's 20 layers"):
+        live = lab.explore.routing(trace, tokens=4)
+    assert [name for name, _ in live.children[0].children[0].options] == ["0", "3", "5", "8", "11", "14", "16", "19"]
+    with pytest.raises(lab.LabError, match=r"tokens 60\.\.65"):
+        lab.explore.routing(trace, ranges=[(60, 65)])
+
+
+RIBBON = trace_of([[[3, 1], [0, 1]], [[2, 3], [-1, -1]], [[3, 0], [1, 0]]], 4, token_ids=np.array([7, 8, 9]))
+
+
+def cells(html: str) -> list[list[str]]:
+    return [[td.text for td in row.select("td")] for row in BeautifulSoup(html, "html.parser").select("tr")]
+
+
+def test_ribbon_has_a_row_a_layer_with_text_and_number() -> None:
+    made = lab.explore.ribbon(RIBBON, lambda i: {7: " a", 8: "\n", 9: "  "}[i])
+    assert cells(made.to_html()) == [[" a3", "↵2", "··3"], [" a0", "↵–", "··1"]]
+    assert made._repr_html_() == made.to_html()
+    rows = BeautifulSoup(made.html, "html.parser").select("th[scope=row]")
+    assert [th.text for th in rows] == ["layer 0", "layer 1"]
+
+
+def test_ribbon_titles_name_all_picks_and_colours_follow_experts() -> None:
+    page = BeautifulSoup(lab.explore.ribbon(RIBBON, ["x", "y", "z"]).html, "html.parser")
+    boxes = page.select("td")
+    assert boxes[0]["title"] == "layer 0, token 0 'x': expert 3 (0.50), expert 1 (0.33)"
+    assert boxes[4]["title"] == "layer 1, token 1 'y': no pick"
+    colours = [box["style"].split("background:")[1] for box in boxes]
+    assert colours[0] == colours[2] != colours[1]
+
+
+def test_ribbon_escapes_text_and_loads_nothing() -> None:
+    html = lab.explore.ribbon(RIBBON, ['<img src="http://x">', "&", "'"]).html
+    assert "<img" not in html
+    assert not re.search(r"<script|<link|url\(|\bid=", html)
+    assert cells(html)[0][0] == '<img src="http://x">3'
+
+
+def test_ribbon_breaks_lines_into_tables_and_takes_a_range() -> None:
+    made = lab.explore.ribbon(random_trace(30, token_ids=np.arange(30)), str, start=3, stop=10, layers=[2], per_line=3)
+    with pytest.raises(lab.LabError, match="no token ids"):
+        lab.explore.ribbon(random_trace(30), lambda _: "t")
+    assert [len(row) for row in cells(made.html)] == [3, 3, 1]
+
+
+def test_ribbon_reads_the_shipped_tokenizer() -> None:
+    pytest.importorskip("tokenizers")
+    from moe_lab.explore.ribbon import piece_of
+
+    piece = piece_of(lab.sample().parent / "tokenizer.json")
+    assert "".join(piece(i) for i in [409, 818, 1851]).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: lab.explore.ribbon(RIBBON, ["x"]), "1 pieces of text for 3 tokens"),
+        (lambda: lab.explore.ribbon(RIBBON, ["x"], start=3), "tokens 3"),
+        (lambda: lab.explore.ribbon(RIBBON, "no/tokenizer.json"), "no file"),
+        (lambda: lab.explore.ribbon(random_trace(6001), ["x"] * 6001, stop=6001, layers=[0]), "6001 cells"),
+    ],
+    ids=["pieces", "range", "file", "cells"],
+)
+def test_ribbons_that_cannot_be_drawn_are_refused(make: object, says: str) -> None:
     with pytest.raises(lab.LabError, match=says):
         make()

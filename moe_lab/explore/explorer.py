@@ -8,20 +8,15 @@ import html
 import warnings
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.plots import load as plot_load
 from moe_lab.plots.style import Axes, Figure, LabFigure, plt, png
-from moe_lab.trace import RoutingTrace
 
 try:
     import ipywidgets
 except ImportError as error:
     raise MissingExtra("ipywidgets", "lab", "An Explorer") from error
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST_FRAMES = 64  # a 110 dpi frame takes 10 to 70 kB; more would make a report of megabytes for one slider
 _SCRIPT = (
@@ -71,7 +66,7 @@ class Explorer(ipywidgets.VBox):
     def drawn(self, index: int) -> tuple[bytes, str]:
         """PNG bytes and alt text of the frame for `values[index]`; drawn on first use."""
         if index not in self._drawn:
-            self._drawn[index] = self._draw(self._values[index])
+            self._drawn[index] = self._draw(index)
         return self._drawn[index]
 
     def to_html(self) -> str:
@@ -79,12 +74,11 @@ class Explorer(ipywidgets.VBox):
         chosen = self._thinned()
         start = min(range(len(chosen)), key=lambda i: abs(chosen[i] - self._start))
         frames = "\n".join(
-            f"<img {'' if i == start else 'hidden '}data-label={_quoted(self._name(index))} "
-            + f'alt={_quoted(self.drawn(index)[1])} src="{_data_uri(self.drawn(index)[0])}">'
+            f"<img {'' if i == start else 'hidden '}data-label={quoted(self._name(index))} "
+            + f'alt={quoted(self.drawn(index)[1])} src="{_data_uri(self.drawn(index)[0])}">'
             for i, index in enumerate(chosen)
         )
-        head = self._slider_html(chosen, start) if self._kind == "slider" else self._select_html(chosen, start)
-        return f'<div class="moe-explorer">\n{head}\n{frames}\n</div>'
+        return f'<div class="moe-explorer">\n{self._control_html(chosen, start)}\n{frames}\n</div>'
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle: Any = super()._repr_mimebundle_(**kwargs)
@@ -107,12 +101,17 @@ class Explorer(ipywidgets.VBox):
 
     def _show(self, index: int) -> None:
         picture, alt = self.drawn(index)
-        self._picture.value = f'<img alt={_quoted(alt)} src="{_data_uri(picture)}" style="max-width: 100%">'
+        self._picture.value = f'<img alt={quoted(alt)} src="{_data_uri(picture)}" style="max-width: 100%">'
 
     def _name(self, index: int) -> str:
         return f"{self._values[index]}{' ' + self._unit if self._unit else ''}"
 
-    def _draw(self, value: Any) -> tuple[bytes, str]:
+    def _frame_name(self, index: int) -> str:
+        """What a frame's alt text begins with."""
+        return f"{self._label} {self._name(index)}"
+
+    def _draw(self, index: int) -> tuple[bytes, str]:
+        value = self._values[index]
         made = self._frame(value)
         figure = made.get_figure(root=True) if isinstance(made, Axes) else made
         if not isinstance(figure, Figure):
@@ -122,7 +121,7 @@ class Explorer(ipywidgets.VBox):
             raise LabError(f"Explorer {self._label!r}: the frame of {value!r} has no alt text; pass alt=.")
         picture = png(figure)
         plt.close(figure)  # pyplot would keep every frame alive
-        name = f"{self._label} {value}{' ' + self._unit if self._unit else ''}"
+        name = self._frame_name(index)
         return picture, alt if alt.lower().startswith(name.lower()) else f"{name}: {alt}"
 
     def _thinned(self) -> list[int]:
@@ -134,12 +133,16 @@ class Explorer(ipywidgets.VBox):
         )
         return [round(i * (count - 1) / (MOST_FRAMES - 1)) for i in range(MOST_FRAMES)]
 
+    def _control_html(self, chosen: list[int], start: int) -> str:
+        """The native control over the frames `chosen`; `start` is a place in that list."""
+        return self._slider_html(chosen, start) if self._kind == "slider" else self._select_html(chosen, start)
+
     def _slider_html(self, chosen: list[int], start: int) -> str:
         name = html.escape(self._label)
         now = self._name(chosen[start])
         return (
             f'<label>{name} <input type="range" min="0" max="{len(chosen) - 1}" step="1" value="{start}" '
-            f'autocomplete="off" aria-valuetext={_quoted(now)} oninput="{_SCRIPT}"></label> '
+            f'autocomplete="off" aria-valuetext={quoted(now)} oninput="{_SCRIPT}"></label> '
             f"<output>{html.escape(now)}</output>"
         )
 
@@ -152,14 +155,8 @@ class Explorer(ipywidgets.VBox):
         return f'<label>{name} <select autocomplete="off" oninput="{_SCRIPT}">{options}</select></label>'
 
 
-def load(df: "pd.DataFrame | RoutingTrace") -> Explorer:
-    """Expert load of one layer at a time; `df` as `lab.plot.load` takes it: layer, expert, assignments, or a trace."""
-    frame = df.load_table() if isinstance(df, RoutingTrace) else df
-    by_layer: Any = dict(tuple(frame.groupby("layer")))
-    return Explorer(sorted(by_layer), lambda layer: plot_load(by_layer[layer]), label="layer")
-
-
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """An HTML attribute's value, in its quotes."""
     return f'"{html.escape(text, quote=True)}"'
 
 
