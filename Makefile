@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHON VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab report check gpu env env-check clean
+.PHONY: help demo test fuzz lab report check gpu env env-check clean
 
 help:  ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -27,6 +27,9 @@ lab: $(VENV)/.installed-report  ## open JupyterLab on the tour
 
 test: $(VENV)/.installed-dev  ## every quick test that needs no GPU; make test ARGS="-k name" for some
 	@$(BIN)/python tools/run_tests.py $(ARGS)
+
+fuzz: $(VENV)/.installed-dev  ## damage model files 20,000 times and open them; make fuzz ARGS="--seed 7 --first 541 --cases 1"
+	@$(BIN)/python -m tests.support.file_fuzz --cases 20000 $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, generated files
 	@$(BIN)/ruff check . || { echo "ruff found the above; '$(BIN)/ruff check --fix .' mends some."; exit 1; }

@@ -16,9 +16,11 @@ from data.recipe import shards
 from data.recipe import tokenizer as bpe
 from data.recipe.config import END_OF_DOCUMENT, MODEL
 from data.recipe.gguf_names import ARCHITECTURE, Pair, pairs
-from moe_lab.formats import get_format
+from moe_lab.checkpoint.gguf_writer import write_gguf_tensors
+from moe_lab.formats import QuantTensor, quantize
 
 LIMIT_BYTES = 20_000_000
+DESCRIPTION = "A small mixture-of-experts language model, trained for MoE Lab on eight domains of text."
 
 
 def stored_rows(pair: Pair, value: Tensor) -> Tensor:
@@ -32,67 +34,61 @@ def stored_rows(pair: Pair, value: Tensor) -> Tensor:
 
 def write(state: dict[str, Tensor], tokenizer: Any, out: Path, *, model: dict[str, Any] | None = None) -> int:
     """Quantise and write everything; the file's size in bytes. KeyError for a parameter that `state` lacks."""
-    import gguf
-
     model = model or MODEL
-    writer = gguf.GGUFWriter(str(out), ARCHITECTURE)
-    _metadata(writer, model)
-    _vocabulary(writer, tokenizer)
-    used = set()
+    tensors: dict[str, Tensor | QuantTensor] = {}
     for pair in pairs(model["num_hidden_layers"]):
-        value, codec = stored_rows(pair, state[pair.parameter]), get_format(pair.format)
-        used.add(pair.parameter)
-        if pair.format == "f32":
-            writer.add_tensor(pair.gguf, value.numpy())
-            continue
-        raw = codec.quantize(value)
-        writer.add_tensor(pair.gguf, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType(codec.ggml_type))
-    if unused := sorted(set(state) - used):
+        value = stored_rows(pair, state[pair.parameter])
+        tensors[pair.gguf] = value if pair.format == "f32" else quantize(value, pair.format)
+    if unused := sorted(set(state) - {pair.parameter for pair in pairs(model["num_hidden_layers"])}):
         raise ValueError(f"no place in the file for {', '.join(unused)}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf_tensors(out, ARCHITECTURE, tensors, {**_metadata(model), **_vocabulary(tokenizer)})
     return out.stat().st_size
 
 
-def _metadata(writer: Any, model: dict[str, Any]) -> None:
+def _metadata(model: dict[str, Any]) -> dict[str, Any]:
     import gguf
 
-    writer.add_name("lab-42m")
-    writer.add_description("A small mixture-of-experts language model, trained for MoE Lab on eight domains of text.")
-    writer.add_license("apache-2.0")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q2_K)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_vocab_size(model["vocab_size"])
-    writer.add_context_length(model["max_position_embeddings"])
-    writer.add_embedding_length(model["hidden_size"])
-    writer.add_block_count(model["num_hidden_layers"])
-    writer.add_feed_forward_length(model["intermediate_size"])
-    writer.add_head_count(model["num_attention_heads"])
-    writer.add_head_count_kv(model["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(model["rms_norm_eps"])
-    writer.add_rope_freq_base(model["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(model["hidden_size"] // model["num_attention_heads"])
-    writer.add_expert_count(model["num_experts"])
-    writer.add_expert_used_count(model["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(model["moe_intermediate_size"])
-    writer.add_expert_shared_feed_forward_length(model["shared_expert_intermediate_size"])
+    sizes = {
+        "vocab_size": model["vocab_size"],
+        "context_length": model["max_position_embeddings"],
+        "embedding_length": model["hidden_size"],
+        "block_count": model["num_hidden_layers"],
+        "feed_forward_length": model["intermediate_size"],
+        "attention.head_count": model["num_attention_heads"],
+        "attention.head_count_kv": model["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": model["rms_norm_eps"],
+        "rope.freq_base": model["rope_parameters"]["rope_theta"],
+        "rope.dimension_count": model["hidden_size"] // model["num_attention_heads"],
+        "expert_count": model["num_experts"],
+        "expert_used_count": model["num_experts_per_tok"],
+        "expert_feed_forward_length": model["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": model["shared_expert_intermediate_size"],
+    }
+    return {
+        "general.name": "lab-42m",
+        "general.description": DESCRIPTION,
+        "general.license": "apache-2.0",
+        "general.file_type": int(gguf.LlamaFileType.MOSTLY_Q2_K),
+        "general.quantization_version": int(gguf.GGML_QUANT_VERSION),
+        **{f"{ARCHITECTURE}.{key}": value for key, value in sizes.items()},
+    }
 
 
-def _vocabulary(writer: Any, tokenizer: Any) -> None:
+def _vocabulary(tokenizer: Any) -> dict[str, Any]:
     import gguf
 
     tokens, merges = bpe.vocabulary(tokenizer)
     types = [gguf.TokenType.CONTROL if i == END_OF_DOCUMENT else gguf.TokenType.NORMAL for i in range(len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(END_OF_DOCUMENT)
-    writer.add_eos_token_id(END_OF_DOCUMENT)
-    writer.add_add_bos_token(False)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": END_OF_DOCUMENT,
+        "tokenizer.ggml.eos_token_id": END_OF_DOCUMENT,
+        "tokenizer.ggml.add_bos_token": False,
+    }
 
 
 def main() -> int:

@@ -15,7 +15,9 @@ from typing import Any
 from moe_lab.checkpoint.ggml_types import GGML_TYPES
 from moe_lab.checkpoint.gguf_values import Value, read_metadata
 from moe_lab.checkpoint.header_bytes import MAX_ENTRIES, HeaderReader, shown
+from moe_lab.checkpoint.looks_like import looks_like
 from moe_lab.checkpoint.rawfile import RawFile
+from moe_lab.checkpoint.tensor_info import TensorInfo
 from moe_lab.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -25,29 +27,7 @@ MAX_NAME_BYTES = 1024
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20  # larger ones are powers of two as well, but only serve to overflow a reader's padding
 _UINT32, _INT32 = 4, 5
-
-# How things that are no GGUF begin, and what to call them.
-_LOOKS_LIKE = (
-    (b"version https://git-lfs", "a large-file pointer in place of the weights: fetch the file itself"),
-    (b"<", "a web page"), (b"PK\x03\x04", "a zip archive (PyTorch writes those)"), (b"\x1f\x8b", "gzip data"),
-    (b"ggml", "an older container of the same makers"), (b"lmgg", "an older container of the same makers"),
-    (b"tjgg", "an older container of the same makers"), (b"GGML", "an older container of the same makers"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One row of the tensor table. `shape` is in numpy order; `offset` counts from the start of the file.
-
-    `format` is the type's name and `nbytes` its size, both None when the number `ggml_type` is unknown or withdrawn.
-    """
-
-    name: str
-    format: str | None
-    ggml_type: int
-    shape: tuple[int, ...]
-    nbytes: int | None
-    offset: int
+_TAIL_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +53,10 @@ def read_header(file: RawFile) -> GgufHeader:
     data_start = -(-reader.position // alignment) * alignment
     tensors = {t.name: replace(t, offset=data_start + t.offset) for t in table}
     _check_layout(file, tensors.values())
+    if tensors:
+        _check_padding(reader, data_start)
+        _check_tail(file, tensors.values())
     return GgufHeader(version, alignment, {key: v.value for key, v in metadata.items()}, tensors, data_start)
-
-
-def looks_like(head: bytes) -> str:
-    """A short guess at what a file that is no GGUF may be: ", which looks like a web page", or nothing."""
-    if len(head) > 8 and head[8:9] == b"{":
-        return ", which looks like a safetensors file"
-    return next((f", which looks like {what}" for start, what in _LOOKS_LIKE if head.lstrip().startswith(start)), "")
 
 
 def _check_magic(reader: HeaderReader) -> None:
@@ -169,7 +145,7 @@ def _read_tensor(reader: HeaderReader, name: str, alignment: int) -> TensorInfo:
         )
     kind = GGML_TYPES.get(number)
     if kind is None:
-        return TensorInfo(name, None, number, shape, None, offset)
+        return TensorInfo(name, None, number, shape, None, offset, f"type {number}", reader.file.path)
     row = shape[-1] if shape else 1
     if row % kind.block:
         reader.fail(
@@ -179,7 +155,8 @@ def _read_tensor(reader: HeaderReader, name: str, alignment: int) -> TensorInfo:
             seen=row,
             wanted=f"a multiple of {kind.block}",
         )
-    return TensorInfo(name, kind.name, number, shape, math.prod(shape) // kind.block * kind.block_bytes, offset)
+    nbytes = math.prod(shape) // kind.block * kind.block_bytes
+    return TensorInfo(name, kind.name, number, shape, nbytes, offset, kind.name.upper(), reader.file.path)
 
 
 def _check_layout(file: RawFile, tensors: Iterable[TensorInfo]) -> None:
@@ -207,3 +184,37 @@ def _check_layout(file: RawFile, tensors: Iterable[TensorInfo]) -> None:
                 wanted=before_end,
             )
         before, before_end = tensor, end
+
+
+def _check_padding(reader: HeaderReader, data_start: int) -> None:
+    """Zeros between header and data. A table that claims one row too few would leave that row here, and every tensor
+    would be read from the wrong place (a fuzzed tensor count did that).
+    """
+    at = reader.position
+    if any(reader.take(data_start - at, "the padding before the data")):
+        reader.fail(
+            "count",
+            f"the {data_start - at} bytes between the header, which ends at byte {at}, and the data are not zero: the "
+            "counts or the alignment are not those that the file was written with.",
+            seen=at,
+        )
+
+
+def _check_tail(file: RawFile, tensors: Iterable[TensorInfo]) -> None:
+    """Zeros after the last tensor, for the same reason; the first few tell. Nothing is known after an unknown type."""
+    last = max(tensors, key=lambda t: t.offset)
+    end = last.offset + (last.nbytes or 0)
+    count = min(_TAIL_BYTES, file.size - end)
+    if last.nbytes is None or count <= 0:
+        return
+    tail = bytearray(count)
+    file.read_into(end, memoryview(tail))
+    if any(tail):
+        raise CheckpointError(
+            file.path,
+            "size",
+            f"{file.size - end} bytes follow the last tensor, {last.name!r}, which ends at byte {end}, and they are "
+            "not zero: they belong to no tensor.",
+            seen=file.size,
+            wanted=end,
+        )

@@ -1,162 +1,180 @@
-"""From a GGUF's metadata and tensor table to a MoESpec, with every shape checked against it.
+"""From a file's metadata and tensor table to a MoESpec for each MoE layer, with every shape checked against it.
 
 What a layer lacks, or holds in another shape than the metadata says, is refused here, before a tensor is read.
 """
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.checkpoint.gguf import GgufFile
-from moe_lab.checkpoint.gguf_header import TensorInfo
-from moe_lab.checkpoint.header_bytes import shown
-from moe_lab.checkpoint.names import layer_names, moe_layers
+from moe_lab.checkpoint.names import Stored, extra_experts, find_names, layer_tensors
+from moe_lab.checkpoint.settings import Facts, text_config
+from moe_lab.checkpoint.tensor_file import TensorFile
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.families import Family, FileSetting
+from moe_lab.families import Family, FileRow, TensorNames, family_of_config, family_of_gguf
 from moe_lab.spec import MoESpec
+
+# Traces hold 16-bit ids; and a hostile count must not become as many names to look for.
+MOST_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """One MoE layer of a file: its spec and the tensors by role (fused roles where the file holds those)."""
+
+    spec: MoESpec
+    tensors: Mapping[str, Stored]
 
 
 @dataclass(frozen=True, slots=True)
 class MoELayout:
-    """The MoE part of a file: one spec, and for each MoE layer the tensors by role."""
+    """The MoE part of a file: the family, the names it uses, and its MoE layers by number, ascending."""
 
     family: Family
-    spec: MoESpec
-    layers: Mapping[int, Mapping[str, TensorInfo]]
+    names: TensorNames
+    layers: Mapping[int, LayerLayout]
+
+    @property
+    def spec(self) -> MoESpec:
+        """The first MoE layer's spec; others may differ where a setting is a layer's own."""
+        return next(iter(self.layers.values())).spec
 
 
-def read_layout(file: GgufFile, family: Family) -> MoELayout | None:
+def family_of_file(file: TensorFile) -> Family | None:
+    """The family by what the file says of itself, None for one without a row."""
+    if file.kind == "gguf":
+        return family_of_gguf(file.metadata)
+    return family_of_config(text_config(file.config)) or family_of_config(file.config)
+
+
+def read_layout(file: TensorFile, family: Family) -> MoELayout | None:
     """The file's MoE layers as `family` lays them out; None when it has none. CheckpointError for what does not fit."""
-    numbers = moe_layers(family.tensors, file.tensors)
-    if not numbers:
+    row = family.gguf if file.kind == "gguf" else family.hf
+    if row is None:
+        known = "gguf=gguf_file(architecture)" if file.kind == "gguf" else "hf=hf_file(model_types, names)"
+        raise LabError(f"family {family.name} does not say what a {file.kind} file calls its tensors: give it {known}.")
+    found = find_names(row, file)
+    if found is None:
         return None
-    layers = {layer: _layer_tensors(file, family, layer) for layer in numbers}
-    spec = _spec(file, family, layers[numbers[0]])
-    for tensors in layers.values():
-        _check_shapes(file, spec, tensors)
-    return MoELayout(family, spec, layers)
+    names, numbers = found
+    return MoELayout(family, names, {n: _layer(file, family, row, names, n) for n in numbers})
 
 
-def _layer_tensors(file: GgufFile, family: Family, layer: int) -> dict[str, TensorInfo]:
-    wanted = layer_names(family, layer)
-    missing = [name for name in wanted.values() if name not in file.tensors]
-    if missing:
-        others = f" (also missing: {', '.join(missing[1:])})" if len(missing) > 1 else ""
-        raise CheckpointError(
-            file.path,
-            "missing tensor",
-            f"layer {layer} of a {family.name} model needs this tensor, but the file has none{others}.",
-            tensor=missing[0],
-            wanted=", ".join(missing),
-        )
-    return {role: file.tensors[name] for role, name in wanted.items()}
+def _layer(file: TensorFile, family: Family, row: FileRow, names: TensorNames, layer: int) -> LayerLayout:
+    facts = Facts(file, family, row, layer)
+    num_experts = facts.needed(row.sizes.num_experts)
+    if num_experts > MOST_EXPERTS:
+        raise facts.wrong(row.sizes.num_experts[0], num_experts, f"at most {MOST_EXPERTS} experts")
+    tensors = layer_tensors(file, family, names, layer, num_experts)
+    if {"correction_bias", "hash_table"} <= names.optional and not {"correction_bias", "hash_table"} & set(tensors):
+        what = f"layer {layer} has neither a correction bias nor a hash table, and routes by one of them."
+        raise CheckpointError(file.path, "missing tensor", what, tensor=names.correction_bias)
+    spec = _spec(facts, names, tensors, num_experts)
+    extra = extra_experts(file, tensors, num_experts)
+    # A file may hold tensors for zero-computation experts too; they compute nothing.
+    if extra is not None and not spec.router.zero_experts:
+        what = f"is an expert beyond the {num_experts} that the metadata counts."
+        raise CheckpointError(file.path, "model shape", what, tensor=extra, wanted=f"{num_experts} experts")
+    for role, stored in tensors.items():
+        _check_shape(file, spec, names, role, stored)
+    return LayerLayout(spec, tensors)
 
 
-def _spec(file: GgufFile, family: Family, first: Mapping[str, TensorInfo]) -> MoESpec:
-    keys = family.keys
-    widths = {"d_expert": (keys.d_expert, first["gate"])}
-    if family.shared != "none":
-        widths["d_shared"] = (keys.d_shared, first["shared_gate"])
-    sizes = {name: _size(file, getattr(keys, name)) for name in ("num_experts", "top_k", "d_model")}
-    for name, (key, tensor) in widths.items():
-        # Older converters left the widths out; the first layer's shape tells them and the other tensors must agree.
-        full = _key(file, key)
-        sizes[name] = _size(file, key) if full in file.metadata else _row_count(file, tensor)
-    settings = _settings(file, family)
+def _spec(facts: Facts, names: TensorNames, tensors: Mapping[str, Stored], num_experts: int) -> MoESpec:
+    sizes, file = facts.row.sizes, facts.file
+    found = facts.settings()
+    if "correction_bias" in names.optional:
+        found["layer"]["correction_bias"] = "correction_bias" in tensors
+    if "hash_table" in names.optional:
+        found["router"]["hash_routing"] = "hash_table" in tensors
+    if "latent_in" in tensors:
+        found["layer"]["latent"] = tensors["latent_in"].shape[0]
+    family = facts.family
+    d_shared = None
+    if "shared_down" in tensors:
+        d_shared = facts.size(sizes.d_shared) or _axis(file, tensors["shared_down"], -1)
+    else:
+        family = family.without_shared()
+    down = tensors["down"]
+    inner = -2 if names.transposed and not down.scaled else -1
     try:
         return family.spec(
-            num_experts=sizes["num_experts"],
-            top_k=sizes["top_k"],
-            d_model=sizes["d_model"],
-            d_expert=sizes["d_expert"],
-            d_shared=sizes.get("d_shared"),
-            settings=settings,
+            num_experts=num_experts,
+            top_k=facts.needed(sizes.top_k),
+            d_model=facts.needed(sizes.d_model),
+            d_expert=facts.size(sizes.d_expert) or _axis(file, down, inner),
+            d_shared=d_shared,
+            settings=found["router"],
+            layer_settings=found["layer"],
+            shared_settings=found["shared"],
         )
+    except CheckpointError:
+        raise
     except LabError as error:
         raise CheckpointError(
             file.path, "model shape", f"the metadata does not describe a {family.name} layer: {error}"
         ) from error
 
 
-def _key(file: GgufFile, pattern: str) -> str:
-    return pattern.format(arch=file.metadata.get("general.architecture", ""))
+def _axis(file: TensorFile, stored: Stored, axis: int) -> int:
+    if len(stored.shape) < 2:
+        raise _surprise(file, stored, "[.., N, Kd]")
+    return stored.shape[axis]
 
 
-def _size(file: GgufFile, pattern: str) -> int:
-    key = _key(file, pattern)
-    value = file.metadata.get(key)
-    if value is None:
-        raise CheckpointError(
-            file.path, "missing key", f"the metadata has no {shown(key)}, which a MoE layer needs.", wanted=key
-        )
-    if type(value) is not int or value < 1:
-        raise CheckpointError(
-            file.path,
-            "value",
-            f"{shown(key)} is {reprlib.repr(value)}; wanted a whole number of at least 1.",
-            seen=value,
-        )
-    return value
+def _check_shape(file: TensorFile, spec: MoESpec, names: TensorNames, role: str, stored: Stored) -> None:
+    axes, *accepted = _wanted_shape(spec, role)
+    if names.transposed and not stored.scaled and role in ("gate", "up", "gate_up", "down"):
+        axes, accepted = f"{axes} with its last axes swapped", [(e, n, k) for e, k, n in accepted]
+    first = stored.infos[0].shape
+    same = all(info.shape == first for info in stored.infos)
+    shape = stored.shape
+    # A table has a row for each token of a vocabulary that no other tensor of the layer tells.
+    fits = shape[1:] == accepted[0][1:] if role == "hash_table" else shape in accepted
+    if not (same and fits):
+        odd = next((info for info in stored.infos if info.shape != first), stored.infos[0])
+        raise _surprise(file, stored, f"{axes} = {list(accepted[0])}", name=None if same else odd.name)
 
 
-def _row_count(file: GgufFile, tensor: TensorInfo) -> int:
-    if len(tensor.shape) < 2:
-        raise _surprise(file, tensor, "[.., N, Kd]")
-    return tensor.shape[-2]
+def _wanted_shape(spec: MoESpec, role: str) -> tuple[Any, ...]:
+    """(axes, the shapes that may stand for the role)."""
+    e, d, f, r = spec.num_experts, spec.d_model, spec.d_expert, spec.router.width
+    inner, shared = spec.d_routed, spec.shared.d_expert if spec.shared else 0
+    wide = spec.latent or 0
+    if role.startswith("norm."):
+        return ("[1]", (1,)) if role == "norm.layer_scalar" else ("[D]", (d,))
+    return {
+        "router": ("[R, D]", (r, d)),
+        "router_bias": ("[R]", (r,)),
+        # A row of its own in some checkpoints.
+        "correction_bias": ("[R]", (r,), (1, r)),
+        "hash_table": ("[V, K]", (-1, spec.top_k)),
+        "per_expert_scale": ("[E]", (e,)),
+        "input_scale": ("[D]", (d,)),
+        "gate": ("[E, F, D]", (e, f, inner)),
+        "up": ("[E, F, D]", (e, f, inner)),
+        "gate_up": ("[E, 2F, D]", (e, 2 * f, inner)),
+        "down": ("[E, D, F]", (e, inner, f)),
+        "gate_bias": ("[E, F]", (e, f)),
+        "up_bias": ("[E, F]", (e, f)),
+        "gate_up_bias": ("[E, 2F]", (e, 2 * f)),
+        "down_bias": ("[E, D]", (e, inner)),
+        "shared_gate": ("[F shared, D]", (shared, d)),
+        "shared_up": ("[F shared, D]", (shared, d)),
+        "shared_gate_up": ("[2 F shared, D]", (2 * shared, d)),
+        "shared_down": ("[D, F shared]", (d, shared)),
+        # One row: some converters store it as a vector, some as a matrix.
+        "shared_router": ("[D]", (d,), (1, d)),
+        "latent_in": ("[L, D]", (wide, d)),
+        "latent_out": ("[D, L]", (d, wide)),
+    }[role]
 
 
-def _settings(file: GgufFile, family: Family) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for setting in family.file_settings:
-        value = file.metadata.get(_key(file, setting.key))
-        if value is not None and value != setting.unset:
-            found[setting.field] = _setting(file, family, setting, value)
-    return found
-
-
-def _setting(file: GgufFile, family: Family, setting: FileSetting, value: Any) -> Any:
-    key = shown(_key(file, setting.key))
-    if type(value) is not setting.kind:
-        raise CheckpointError(
-            file.path, "value", f"{key} is {reprlib.repr(value)}; wanted a {setting.kind.__name__}.", seen=value
-        )
-    if setting.codes is None:
-        return value
-    if value not in setting.codes:
-        known = ", ".join(f"{code} ({name})" for code, name in setting.codes.items())
-        raise CheckpointError(
-            file.path, "value", f"{key} is {value}; family {family.name} knows {known}.", seen=value, wanted=known
-        )
-    return setting.codes[value]
-
-
-def _check_shapes(file: GgufFile, spec: MoESpec, tensors: Mapping[str, TensorInfo]) -> None:
-    for role, (axes, *accepted) in _wanted_shapes(spec).items():
-        if tensors[role].shape not in accepted:
-            raise _surprise(file, tensors[role], f"{axes} = {list(accepted[0])}")
-
-
-def _wanted_shapes(spec: MoESpec) -> dict[str, tuple]:
-    """Role -> (axes, the shapes that may stand for them)."""
-    experts, d_model, d_expert = spec.num_experts, spec.d_model, spec.d_expert
-    wanted: dict[str, tuple] = {
-        "router": ("[R, D]", (spec.router.width, d_model)),
-        "gate": ("[E, F, D]", (experts, d_expert, d_model)),
-        "up": ("[E, F, D]", (experts, d_expert, d_model)),
-        "down": ("[E, D, F]", (experts, d_model, d_expert)),
-    }
-    if spec.shared is not None:
-        width = spec.shared.d_expert
-        wanted["shared_gate"] = wanted["shared_up"] = ("[F shared, D]", (width, d_model))
-        wanted["shared_down"] = ("[D, F shared]", (d_model, width))
-        if spec.shared.gated:
-            # One row: some converters store it as a vector, some as a matrix.
-            wanted["shared_router"] = ("[D]", (d_model,), (1, d_model))
-    return wanted
-
-
-def _surprise(file: GgufFile, tensor: TensorInfo, wanted: str) -> CheckpointError:
-    seen = list(tensor.shape)
+def _surprise(file: TensorFile, stored: Stored, wanted: str, name: str | None = None) -> CheckpointError:
+    seen = list(stored.shape)
     message = f"has shape {seen}, but the metadata and the other tensors want {wanted}."
-    return CheckpointError(file.path, "model shape", message, tensor=tensor.name, seen=seen, wanted=wanted)
+    if name is not None:
+        message = f"has another shape than the experts before it; the metadata and the other tensors want {wanted}."
+    return CheckpointError(
+        file.path, "model shape", message, tensor=name or stored.infos[0].name, seen=seen, wanted=wanted
+    )

@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, help="A workbench for Mixture-of-Experts inference."
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-File = Annotated[Path, typer.Argument(help="A GGUF file.")]
+File = Annotated[Path, typer.Argument(help="A GGUF, a safetensors file, its index, or a model folder.")]
 
 
 @app.command()
@@ -33,24 +33,15 @@ def doctor(json: Json = False) -> None:
 @app.command()
 def inspect(
     file: File,
-    gib: Annotated[float | None, typer.Option(help="Memory for expert slots, GiB.")] = None,
+    gib: Annotated[str | None, typer.Option(help="Memory for expert slots, GiB; several with commas: 8,16,24.")] = None,
     json: Json = False,
 ) -> None:
     """What a model file holds: MoE layers, formats, bytes. Reads the header alone."""
+    from moe_lab.cli.inspect import inspect_file
     from moe_lab.cli.output import emit
-    from moe_lab.inspect import inspect_checkpoint, summary
-    from moe_lab.open import open as open_checkpoint
 
-    ckpt = open_checkpoint(file)
-    rows = inspect_checkpoint(ckpt).to_dict("records")
-    about = summary(ckpt, gib)
-    emit(
-        "inspect",
-        rows if rows or not json else [about],
-        as_json=json,
-        title=str(file),
-        notes=[f"{k}: {v}" for k, v in about.items()],
-    )
+    rows, notes = inspect_file(file, gib, as_json=json)
+    emit("inspect", rows, as_json=json, title=str(file), notes=notes)
 
 
 @app.command()
@@ -87,6 +78,45 @@ def run(
 
 
 @app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="A routing trace (.parquet, .csv, .npz), or a model to record.")],
+    last: Annotated[bool, typer.Option("--last", help="The last token's picks instead of the summary.")] = False,
+    recorded: Annotated[
+        Path | None, typer.Option("--input", help="A model's activations; default: activations.npz beside the file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the trace to this Parquet file.")] = None,
+    experts: Annotated[int | None, typer.Option(help="E, where the trace does not say it.")] = None,
+    json: Json = False,
+) -> None:
+    """What a routing trace holds: load, idle experts and margins by layer."""
+    from moe_lab.cli.output import emit
+    from moe_lab.cli.trace import trace_rows
+
+    rows, notes = trace_rows(file, last=last, recorded=recorded, out=out, num_experts=experts, as_json=json)
+    emit("trace", rows, as_json=json, title=str(file), notes=notes)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A saved run: the one before.")],
+    b: Annotated[Path, typer.Argument(help="A saved run: the one after.")],
+    threshold: Annotated[float, typer.Option(help="Smallest change that counts, as a share: 0.02 is 2 %.")] = 0.02,
+    across: Annotated[
+        str, typer.Option(help="What may differ between the runs all the same, with commas: device,triton.")
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Whether run B is slower than run A, record by record; exit code 1 when it is, or when it broke."""
+    from moe_lab.cli.diff import diff_rows
+    from moe_lab.cli.output import emit
+
+    rows, notes, ok = diff_rows(a, b, threshold=threshold, across=across, as_json=json)
+    emit("diff", rows, as_json=json, ok=ok, title=f"A {a.stem}, B {b.stem}", notes=notes)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(
     model: Annotated[Path | None, typer.Option(help="Model for the notebook; default: the sample model.")] = None,
     notebook: Annotated[Path | None, typer.Option(help="Notebook to run; default: the tour.")] = None,
@@ -99,6 +129,28 @@ def report(
 
     row, lines = write_report(model=model, notebook=notebook, out=out, quiet=json)
     emit("report", [row], as_json=json, title="Report", notes=lines)
+
+
+@app.command()
+def reproduce(
+    page: Annotated[Path, typer.Argument(help="A report (HTML). Its notebook is run: reproduce pages you trust.")],
+    threshold: Annotated[
+        float, typer.Option(help="Change beyond which a number moved, as a share: 0.05 is 5 %.")
+    ] = 0.05,
+    times: Annotated[
+        bool, typer.Option("--times", help="Moved times count too; without it they are only listed.")
+    ] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that one cell may take.")] = 600.0,
+    json: Json = False,
+) -> None:
+    """Run a report again with its own parameters; exit code 1 when numbers moved or a claim fails."""
+    from moe_lab.cli.output import emit
+    from moe_lab.cli.reproduce import reproduce_page
+
+    rows, notes, ok = reproduce_page(page, threshold=threshold, times=times, timeout_s=timeout_s, quiet=json)
+    emit("reproduce", rows, as_json=json, ok=ok, title=f"{page}: what moved", notes=notes)
+    if not ok:
+        raise typer.Exit(1)
 
 
 def run_command(arguments: list[str] | None) -> int:

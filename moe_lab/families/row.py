@@ -9,53 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from moe_lab.errors import LabError
+from moe_lab.families.files import FUSED, FileRow, TensorNames
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 
 Shared = Literal["none", "plain", "gated"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufTensors:
-    """Names of a layer's tensors in a GGUF, `{layer}` standing for the layer's number. Shapes in numpy order.
-
-    router [R, D]; gate, up [E, F, D]; down [E, D, F]; shared_gate, shared_up [Fs, D]; shared_down [D, Fs];
-    shared_router [D] or [1, D].
-    """
-
-    router: str = "blk.{layer}.ffn_gate_inp.weight"
-    gate: str = "blk.{layer}.ffn_gate_exps.weight"
-    up: str = "blk.{layer}.ffn_up_exps.weight"
-    down: str = "blk.{layer}.ffn_down_exps.weight"
-    shared_gate: str = "blk.{layer}.ffn_gate_shexp.weight"
-    shared_up: str = "blk.{layer}.ffn_up_shexp.weight"
-    shared_down: str = "blk.{layer}.ffn_down_shexp.weight"
-    shared_router: str = "blk.{layer}.ffn_gate_inp_shexp.weight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufKeys:
-    """Metadata keys of a GGUF, `{arch}` standing for its architecture. The expert widths may be absent: shapes tell."""
-
-    num_experts: str = "{arch}.expert_count"
-    top_k: str = "{arch}.expert_used_count"
-    d_model: str = "{arch}.embedding_length"
-    d_expert: str = "{arch}.expert_feed_forward_length"
-    d_shared: str = "{arch}.expert_shared_feed_forward_length"
-
-
-@dataclass(frozen=True, slots=True)
-class FileSetting:
-    """A RouterSpec field that a file may set by a metadata key.
-
-    `codes` maps stored numbers to the field's values (None: the value itself, of type `kind`); a stored value equal to
-    `unset` counts as absent.
-    """
-
-    field: str
-    key: str
-    kind: type
-    codes: Mapping[int, Any] | None = None
-    unset: Any = None
+# The fields of moe_lab.weights.ResidualNorms: the norms of a whole feed-forward half.
+NORMS = ("shared_in", "routed_in", "shared_out", "routed_out", "out", "layer_scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,27 +82,62 @@ class ModuleNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One row. `router`, `layer` and `shared_layer` hold the RouterSpec, MoESpec and SharedSpec fields that differ from
-    the defaults. `gguf_arch` None: no GGUF architecture is read as this family; `module` None: no transformers module.
+    the defaults. `gguf`, `hf`: what files call its parts (None: no such file is read as this family); `module` None: no
+    transformers module.
     """
 
     name: str
-    gguf_arch: str | None = None
     router: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, Any] = field(default_factory=dict)
     shared: Shared = "none"
     shared_layer: Mapping[str, Any] = field(default_factory=dict)
     module: ModuleNames | None = None
-    file_settings: tuple[FileSetting, ...] = ()
-    tensors: GgufTensors = field(default_factory=GgufTensors)
-    keys: GgufKeys = field(default_factory=GgufKeys)
+    gguf: FileRow | None = None
+    hf: FileRow | None = None
 
     def __post_init__(self) -> None:
-        _known("router", self.router, RouterSpec, {"num_experts", "top_k"})
-        _known("layer", self.layer, MoESpec, {"router", "d_model", "d_expert", "shared", "family"})
-        _known("shared_layer", self.shared_layer, SharedSpec, {"d_expert", "gated"})
-        _known("file_settings", {s.field: s for s in self.file_settings}, RouterSpec, {"num_experts", "top_k"})
+        _known("router", self.router, "router")
+        _known("layer", self.layer, "layer")
+        _known("shared_layer", self.shared_layer, "shared")
         if self.shared not in ("none", "plain", "gated"):
             raise LabError(f"Family.shared is {self.shared!r}; it must be none, plain or gated.")
+        for kind, row in (("gguf", self.gguf), ("hf", self.hf)):
+            if row is not None:
+                self._check_file(kind, row)
+
+    def _check_file(self, kind: str, row: FileRow) -> None:
+        for record, own in (("router", row.router), ("layer", row.layer), ("shared", row.shared)):
+            _known(f"{kind}.{record}", own, record)
+        for setting in row.settings:
+            record, _, name = setting.field.partition(".")
+            _known(f"{kind}.settings", {name: None}, record)
+        for names in row.names:
+            missing = [role for role in self.roles() if names.pattern(role) is None and not _fused(names, role)]
+            if missing:
+                raise LabError(f"Family.{kind} names no tensor for {', '.join(missing)}, which {self.name} needs.")
+
+    def roles(self) -> tuple[str, ...]:
+        """The roles of TensorNames that a layer of this family has, unless its file's row calls them optional."""
+        layer = {f.name: f.default for f in fields(MoESpec)} | dict(self.layer)
+        roles = ["router", *(("gate",) if layer["gated"] else ()), "up", "down"]
+        for role in ("router_bias", "correction_bias", "per_expert_scale"):
+            roles += [role] if layer[role] else []
+        roles += ["input_scale"] if layer["router_input"] == "normed" else []
+        roles += ["hash_table"] if self.router.get("hash_routing") else []
+        if layer["expert_bias"]:
+            roles += [*(("gate_bias",) if layer["gated"] else ()), "up_bias", "down_bias"]
+        if self.shared != "none":
+            roles += [*(("shared_gate",) if layer["gated"] else ()), "shared_up", "shared_down"]
+        roles += ["shared_router"] if self.shared == "gated" else []
+        roles += [f"norm.{name}" for name in NORMS] if layer["feed_forward"] == "normed_residual" else []
+        return tuple(roles)
+
+    def without_shared(self) -> "Family":
+        """This row for a layer that has no shared expert."""
+        if self.shared == "none":
+            return self
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("shared", "shared_layer")}
+        return Family(**kept)
 
     def spec(
         self,
@@ -172,10 +166,25 @@ class Family:
         return MoESpec(router, d_model, d_expert, shared=shared, family=self.name, **layer)
 
 
-def _known(what: str, settings: Mapping[str, Any], target: type, reserved: set[str]) -> None:
+# The fields of each record that a row or a file cannot set: sizes, and what the row says elsewhere.
+_RECORDS = {
+    "router": (RouterSpec, {"num_experts", "top_k"}),
+    "layer": (MoESpec, {"router", "d_model", "d_expert", "shared", "family"}),
+    "shared": (SharedSpec, {"d_expert", "gated"}),
+}
+
+
+def _known(what: str, settings: Mapping[str, Any], record: str) -> None:
+    if record not in _RECORDS:
+        raise LabError(f"Family.{what} names a field of {record!r}; wanted router.x, layer.x or shared.x.")
+    target, reserved = _RECORDS[record]
     allowed = {f.name for f in fields(target)} - reserved
     wrong = sorted(set(settings) - allowed)
     if wrong:
         raise LabError(
             f"Family.{what} names {', '.join(wrong)}, which a row cannot set; possible: {', '.join(sorted(allowed))}."
         )
+
+
+def _fused(names: TensorNames, role: str) -> bool:
+    return any(names.pattern(both) is not None for both, parts in FUSED.items() if role in parts)

@@ -1,12 +1,16 @@
 """The table: one row a family. Sources: the router, expert and shared-expert formulas of each family's reference
-implementation, its GGUF metadata as the format's converters write it, its transformers module's attribute names.
+implementation, its transformers module's attribute names. What its files call things stands in gguf_files.py and
+hf_files.py, under the same names.
 
 Read a row as what differs from the defaults: softmax scores used as they are, gated silu experts, no shared expert.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from moe_lab.families.row import ACT_FN, Family, FileSetting, ModuleNames, ModuleSetting
+from moe_lab.families.gguf_files import GGUF_FILES
+from moe_lab.families.hf_files import HF_FILES
+from moe_lab.families.row import ACT_FN, Family, ModuleNames, ModuleSetting
 
 NORM_SETTING = ModuleSetting(field="router.normalize", path="gate.norm_topk_prob")
 SCALE_SETTING = ModuleSetting(field="router.scale", path="gate.routed_scaling_factor")
@@ -43,19 +47,13 @@ def _gated_shared(module_class: str) -> ModuleNames:
     )
 
 
-ROWS = (
+_ROWS = (
     Family(name="mixtral", router={"normalize": True}, module=ModuleNames(classes=("MixtralSparseMoeBlock",))),
     # The K weights are used as they are, sum below 1, unless the file says otherwise.
     Family(
         name="qwen2_moe",
-        gguf_arch="qwen2moe",
         shared="gated",
         module=_gated_shared("Qwen2MoeSparseMoeBlock"),
-        file_settings=(
-            FileSetting("normalize", "{arch}.expert_weights_norm", bool),
-            FileSetting("scale", "{arch}.expert_weights_scale", float, unset=0.0),
-            FileSetting("score", "{arch}.expert_gating_func", int, codes={1: "softmax"}),
-        ),
     ),
     # Released checkpoints renormalise, though the configuration's default does not.
     Family(
@@ -204,10 +202,11 @@ ROWS = (
         router=TOPK_FIRST,
         module=ModuleNames(classes=("GraniteMoeMoE",), router="router.weight", top_k="router.top_k"),
     ),
-    # Its shared MLP stands beside this block, in the decoder layer.
+    # Its shared MLP stands beside this block, in the decoder layer: a file's layer has it, the module does not.
     Family(
         name="granitemoeshared",
         router=TOPK_FIRST,
+        shared="plain",
         module=ModuleNames(classes=("GraniteMoeSharedMoE",), router="router.weight", top_k="router.top_k"),
     ),
     Family(
@@ -326,3 +325,5 @@ ROWS = (
         ),
     ),
 )
+
+ROWS = tuple(replace(row, gguf=GGUF_FILES.get(row.name), hf=HF_FILES.get(row.name)) for row in _ROWS)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol, runtime_checkable
 
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.protocols import check_object
 
 Key = tuple[int, int]
 PolicyFactory = Callable[[], "Policy"]
@@ -19,10 +20,7 @@ _HOOKS = ("on_hit", "on_insert", "on_evict", "victim")
 
 @runtime_checkable
 class Policy(Protocol):
-    """What a cache asks of an eviction policy. Keys are (layer, expert).
-
-    An optional attribute `name` labels tables and plots; without one the class's name does.
-    """
+    """What a cache asks of an eviction policy; `PolicyExtras` are optional. Keys are (layer, expert)."""
 
     def on_hit(self, key: Key) -> None:
         """`key` was asked for and is resident (or on its way)."""
@@ -40,6 +38,13 @@ class Policy(Protocol):
         present call or another one holds, so a policy's own first choice may be missing from it.
         """
         ...
+
+
+class PolicyExtras(Protocol):
+    """What a policy may have besides."""
+
+    name: str
+    """Its label in tables and plots; without one the class's name is."""
 
 
 class LRU:
@@ -81,39 +86,41 @@ def policy_name(policy: object) -> str:
 def policy_factory(policy: str | object) -> PolicyFactory:
     """A maker of fresh policies from a name, a class or factory, or an object (copied, so that each cache has its own).
 
-    Raises LabError for an unknown name and LabTypeError for an object without the four hooks.
+    Raises LabError for an unknown name, LabTypeError for an object that lacks a hook, or has one that cannot be called
+    as a cache calls it.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise LabError(f"unknown eviction policy {policy!r}; wanted {', '.join(POLICIES)} or your own object.")
         return POLICIES[policy]
-    if _has_hooks(policy) and not isinstance(policy, type):
-        return lambda: copy.deepcopy(policy)  # type: ignore[return-value]
-    if not callable(policy):
-        raise _no_policy(policy, policy)
-    return lambda: _checked(policy(), policy)
+    if _is_maker(policy):
+        return lambda: _made(policy)
+    checked = _checked(policy)
+    return lambda: copy.deepcopy(checked)
 
 
 def make_policy(policy: str | object) -> Policy:
     """One policy: an object of the caller's is used as it is, so that its state can be looked at afterwards."""
-    if _has_hooks(policy) and not isinstance(policy, type):
-        return policy  # type: ignore[return-value]
-    return policy_factory(policy)()
+    return policy_factory(policy)() if isinstance(policy, str) or _is_maker(policy) else _checked(policy)
 
 
-def _has_hooks(policy: object) -> bool:
-    return all(callable(getattr(policy, hook, None)) for hook in _HOOKS)
+def _is_maker(policy: object) -> bool:
+    """Whether it makes policies instead of being one: a class, or a callable without any of the hooks."""
+    return isinstance(policy, type) or (callable(policy) and not any(hasattr(policy, hook) for hook in _HOOKS))
 
 
-def _checked(made: object, source: object) -> Policy:
-    if not _has_hooks(made):
-        raise _no_policy(made, source)
-    return made  # type: ignore[return-value]
+def _made(maker: object) -> Policy:
+    try:
+        policy = maker()  # type: ignore[operator]
+    except TypeError as error:
+        raise LabTypeError(
+            f"eviction policy {policy_name(maker)!r} cannot be made by calling it without arguments ({error}); pass an "
+            "object of it, or a function that makes one."
+        ) from error
+    return _checked(policy)
 
 
-def _no_policy(made: object, source: object) -> LabTypeError:
-    missing = ", ".join(hook for hook in _HOOKS if not callable(getattr(made, hook, None)))
-    return LabTypeError(
-        f"eviction policy {policy_name(source)!r} lacks {missing}; wanted a name ({', '.join(POLICIES)}) or an object "
-        f"with {', '.join(_HOOKS)}."
-    )
+def _checked(policy: object) -> Policy:
+    if type(policy) not in POLICIES.values():
+        check_object(policy, Policy, "eviction policy", POLICIES, optional=PolicyExtras)
+    return policy  # type: ignore[return-value]

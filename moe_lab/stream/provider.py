@@ -13,7 +13,8 @@ import torch
 from moe_lab.arms import ExpertBiases, ExpertStack
 from moe_lab.formats import QuantTensor
 from moe_lab.stream.cache import ExpertCache
-from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.lease import Lease
+from moe_lab.stream.source import ExpertSource, Part
 
 
 class Fetched(NamedTuple):
@@ -83,8 +84,15 @@ class StreamedExperts:
     def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
         """Hold `experts` in slots while the block runs. Reads what is missing; errors name file, layer and expert."""
         with self.cache.lease(self.source, self.layer, list(experts)) as lease:
-            parts = self.source.parts(self.layer)
-            slots = {p: lease.views(p) for p in parts}
-            gate, up, down = (QuantTensor(v, p.format, (len(v), *p.shape), p.codec) for p, v in slots.items())
+            gate, up, down = (_stack(part, lease) for part in self.source.parts(self.layer))
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
             yield Fetched(ExpertStack(gate, up, down, slot_of, self.biases), lease.hits, lease.misses, lease.bytes_read)
+
+
+def _stack(part: Part, lease: Lease) -> QuantTensor:
+    """A part of every slot as one tensor, nothing copied; scales as its format holds them."""
+    views = {p.field: lease.views(p).view(p.dtype) for p in part.all}
+    slots = len(views["data"])
+    if "global_scale" in views:
+        views["global_scale"] = views["global_scale"].float().reshape(slots)
+    return QuantTensor(shape=(slots, *part.shape), format=part.format, codec=part.codec, **views)

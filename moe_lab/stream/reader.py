@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.errors import CheckpointError, LabError
+from moe_lab.stream.joined import Readable
 
 MAX_THREADS = 64
 # A hand-over to a thread costs 13-20 us (two cores, Python 3.11); for less than this it would rival the read.
@@ -56,7 +56,7 @@ def split_jobs(pieces: Sequence[Piece], at_least: int = JOB_BYTES) -> list[list[
     return groups
 
 
-def read_piece(file: RawFile, piece: Piece) -> None:
+def read_piece(file: Readable, piece: Piece) -> None:
     """Read one piece whole. A device error (EIO) is tried once more, then raised; so is an early end of the file."""
     try:
         file.read_into(piece.offset, piece.into, tensor=piece.tensor)
@@ -67,9 +67,9 @@ def read_piece(file: RawFile, piece: Piece) -> None:
 
 
 class ReaderPool:
-    """`threads` daemon threads over one open file, which the pool owns and closes with its last thread."""
+    """`threads` daemon threads over a file, or several joined, which the pool owns and closes with its last thread."""
 
-    def __init__(self, file: RawFile, threads: int) -> None:
+    def __init__(self, file: Readable, threads: int) -> None:
         self._file = file
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()

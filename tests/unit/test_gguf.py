@@ -1,7 +1,6 @@
 """GgufFile: tensors as the file stores them, read exactly or refused by name."""
 
 import os
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from moe_lab.checkpoint.gguf import GgufFile
 from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, RawFile
 from moe_lab.errors import CheckpointError
 from moe_lab.formats import QuantTensor
-from tests.support.tiny_gguf import D_EXPERT, EXPERTS, entry, raw_gguf, stored_weights, tensor_row, tiny_weights
+from tests.support.descriptors import open_descriptors
+from tests.support.tiny_gguf import D_EXPERT, EXPERTS, raw_gguf, stored_weights, tensor_row, tiny_weights
 from tests.support.tiny_gguf import write_tiny_qwen2moe as write_tiny
 
 PLAIN = {
     "f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (30, torch.bfloat16), "f64": (28, torch.float64),
     "i8": (24, torch.int8), "i16": (25, torch.int16), "i32": (26, torch.int32), "i64": (27, torch.int64),
 }  # fmt: skip
-U16 = 2
 
 
 def refusal(call: Callable[[], object]) -> CheckpointError:
@@ -198,6 +197,22 @@ class TestRefusals:
         assert "16" in str(error)
         assert file.raw("w").tolist() == list(range(132))
 
+    def test_nvfp4_blocks_without_their_global_scale_are_not_the_weight(self, tmp_path: Path) -> None:
+        path = tmp_path / "nv.gguf"
+        rows = (
+            tensor_row("a.weight", (64,), 40, 0),
+            tensor_row("a.scale", (1,), 0, 64),
+            tensor_row("b.weight", (64,), 40, 96),
+        )
+        path.write_bytes(raw_gguf(rows=rows, data=bytes(132)))
+        file = GgufFile(path)
+        for call in (lambda: file.read("a.weight"), lambda: file.check_complete("a.weight")):
+            error = refusal(call)
+            assert (error.reason, error.tensor, "a.scale" in str(error)) == ("scale names", "a.weight", True)
+        file.check_complete("b.weight")
+        assert file.read("b.weight").shape == (64,)
+        assert file.raw("a.weight").numel() == 36
+
     @pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
     def test_what_is_no_file_is_refused_at_once(self, tmp_path: Path, kind: str) -> None:
         path = tmp_path / "thing"
@@ -209,39 +224,16 @@ class TestRefusals:
     def test_descriptors_are_given_back_after_a_refusal(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.gguf"
         path.write_bytes(b"GGUF")
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         for _ in range(20):
             refusal(lambda: GgufFile(path))
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
 
     def test_closed_file_refuses_reads(self, tiny: Path) -> None:
         with GgufFile(tiny) as file:
             kept = file.read("blk.0.ffn_gate_inp.weight")
         assert torch.equal(kept, tiny_weights(0)["blk.0.ffn_gate_inp.weight"])
         assert refusal(lambda: file.read("blk.0.ffn_gate_inp.weight")).reason == "unreadable"
-
-
-class TestParts:
-    def split(self, folder: Path, number: int, count: int) -> Path:
-        entries = tuple(entry(f"split.{k}", U16, struct.pack("<H", n)) for k, n in (("no", number), ("count", count)))
-        path = folder / f"model-{number + 1:05d}-of-{count:05d}.gguf"
-        path.write_bytes(raw_gguf(entries))
-        return path
-
-    def test_missing_parts_are_listed(self, tmp_path: Path) -> None:
-        first = self.split(tmp_path, 0, 3)
-        self.split(tmp_path, 1, 3)
-        error = refusal(lambda: GgufFile(first))
-        assert error.reason == "missing part"
-        assert "model-00003-of-00003.gguf" in str(error)
-        assert "model-00002-of-00003.gguf" not in str(error)
-
-    def test_whole_set_is_refused_as_unsupported(self, tmp_path: Path) -> None:
-        paths = [self.split(tmp_path, number, 2) for number in range(2)]
-        assert refusal(lambda: GgufFile(paths[0])).reason == "unsupported"
-
-    def test_one_part_of_one_loads(self, tmp_path: Path) -> None:
-        assert GgufFile(self.split(tmp_path, 0, 1)).metadata["split.count"] == 1
 
 
 class TestModelHash:

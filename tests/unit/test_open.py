@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.families import FAMILIES, Family
+from moe_lab.families import FAMILIES, Family, gguf_file
 from moe_lab.layer import MoELayer, SharedWeights
 from tests.support.tiny_gguf import (
     D_EXPERT,
@@ -97,10 +97,7 @@ class TestOpens:
         path = write_tiny(tmp_path / "mine.gguf")
         path.write_bytes(path.read_bytes().replace(b"qwen2moe", b"ownarchi"))
         assert lab.open(path).spec is None
-        row = FAMILIES["qwen2_moe"]
-        mine = Family(
-            name="mine", gguf_arch="ownarchi", shared="gated", router={"normalize": True}, tensors=row.tensors
-        )
+        mine = Family(name="mine", gguf=gguf_file("ownarchi"), shared="gated", router={"normalize": True})
         spec = lab.open(path, family=mine).spec
         assert spec is not None
         assert (spec.family, spec.router.normalize) == ("mine", True)
@@ -139,13 +136,18 @@ class TestRefusals:
         assert all(name in message for name in drop)
 
     @pytest.mark.parametrize("kind", ["folder", "safetensors", "missing", "empty", "text"])
-    def test_what_is_no_gguf(self, tmp_path: Path, kind: str) -> None:
+    def test_what_is_no_model(self, tmp_path: Path, kind: str) -> None:
         path = tmp_path / ("model.safetensors" if kind == "safetensors" else "thing")
         if kind == "folder":
             path.mkdir()
         elif kind != "missing":
             path.write_bytes({"safetensors": b"x", "empty": b"", "text": b"hello there"}[kind])
-        reasons = {"folder": "unsupported", "safetensors": "unsupported", "missing": "not found", "empty": "truncated"}
+        reasons = {
+            "folder": "missing part",
+            "safetensors": "header length",
+            "missing": "not found",
+            "empty": "truncated",
+        }
         assert refusal(path).reason == reasons.get(kind, "magic")
 
     def test_unknown_family_is_refused(self, tiny: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lab.checkpoint.expert_slice import ExpertSlice
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.stream.source import ExpertSource
 from tests.support.expert_files import expert_bytes, write_experts
@@ -115,3 +116,42 @@ def test_same_as_compares_file_state_and_geometry(tmp_path: Path):
     slices = {0: three(offset=37)}
     assert ExpertSource(path, slices).same_as(ExpertSource(path, slices))
     assert not ExpertSource(path, slices).same_as(ExpertSource(path, {0: three(offset=38)}))
+
+
+def two_files(folder: Path) -> ExpertSource:
+    """Experts 0 and 2 in one file, 1 and 3 in another, gate, up and down of an expert one after another."""
+    size, shape = 24, (4, 2, 3)
+    files = [folder / "a.bin", folder / "b.bin"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes(7) + b"".join(bytes([number * 100 + i]) * size for i in range(6)))
+    parts = [
+        ExpertSlice(f"x.{{expert}}.{name}", "f32", size, shape,
+                    tuple((files[e % 2], 7 + (e // 2 * 3 + i) * size) for e in range(4)))
+        for i, name in enumerate(("g", "u", "d"))
+    ]  # fmt: skip
+    return ExpertSource(folder, {0: parts})
+
+
+def test_experts_of_several_files_are_read_from_theirs(tmp_path: Path):
+    source = two_files(tmp_path)
+    files = source.open()
+    for expert in range(4):
+        for i, segment in enumerate(source.segments(0, expert)):
+            into = bytearray(segment.nbytes)
+            files.read_into(segment.file_offset, memoryview(into), tensor=segment.tensor)
+            assert set(into) == {expert % 2 * 100 + expert // 2 * 3 + i}
+            assert segment.tensor == f"x.{expert}.{'gud'[i]}"
+    files.close()
+    assert source.same_as(two_files(tmp_path)) is False  # written anew: other files by their times
+
+
+def test_an_expert_past_the_end_of_its_own_file_is_refused(tmp_path: Path):
+    """The second file's end counts, not the two together."""
+    two_files(tmp_path)
+    short = tmp_path / "a.bin"
+    part = ExpertSlice(
+        "x.{expert}", "f32", 24, (2, 2, 3), ((tmp_path / "b.bin", 0), (short, short.stat().st_size - 23))
+    )
+    with pytest.raises(CheckpointError, match=r"layer 0 expert 1 ends") as caught:
+        ExpertSource(tmp_path, {0: [part] * 3})
+    assert (caught.value.reason, caught.value.tensor, Path(str(caught.value.file))) == ("truncated", "x.1", short)
