@@ -6,7 +6,7 @@ The corrected lift divides by what picking K without replacement gives at the me
 drawing K of E with these inclusion probabilities the one of greatest entropy (conditional Poisson sampling), where a
 set S has a probability proportional to prod w_e over S. With e_k the elementary symmetric sums of w,
     P(i) = w_i e_{K-1}(w without i) / e_K(w),    P(i, j) = w_i w_j e_{K-2}(w without i, j) / e_K(w).
-The w are found by iterating w_i <- P(i) / e_{K-1}(w without i) (Chen, Dempster and Liu 1994).
+The w are found by Newton's method on log w (the model: Chen, Dempster and Liu 1994).
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("layer", "expert_a", "expert_b", "together", "expected", "lift", "lift_raw", "tokens")
 MARGINAL_ERROR = 1e-10  # of an inclusion probability: far below the 1 / T that counts can resolve
-MOST_ROUNDS = 10_000
+MOST_ROUNDS = 500
+LONGEST_STEP = 2.0  # of log w: farther out the quadratic model of Newton's method is worthless
 
 
 def coactivation(
@@ -99,22 +100,47 @@ def joint(inclusion: np.ndarray, k: int) -> np.ndarray:
 
 
 def _joint(inclusion: np.ndarray, k: int) -> np.ndarray:
-    w = _weights(inclusion, k)
+    return _draw(_weights(inclusion, k), k)[1]
+
+
+def _draw(w: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """P(i) [E] and P(i, j) [E, E], zero diagonal, of drawing k with these weights."""
+    whole = _symmetric(w[None], k)[0, -1, k]
     alone = w * (1 - np.eye(len(w)))  # row i: the weights without i
-    without = _leave_one_out(alone, k - 2)
-    return np.outer(w, w) * without / _symmetric(w[None], k)[0, -1, k]
+    single = w * _leave_one_out(w[None], k - 1)[0] / whole
+    both = np.outer(w, w) * _leave_one_out(alone, k - 2) / whole
+    np.fill_diagonal(both, 0.0)
+    return single, both
 
 
 def _weights(inclusion: np.ndarray, k: int) -> np.ndarray:
-    w = inclusion / (1 - inclusion)
+    """Newton's method with halved steps on log w: the derivative of P(i) by log w_j is the covariance of picking i and
+    j, and log e_K(w) - sum P log w is convex. (Plain iteration w = P / e_k-1 stalls when K is near E.)"""
+    log_w = np.log(inclusion / (1 - inclusion))
     for _ in range(MOST_ROUNDS):
-        w = w / w.mean()
-        without = _leave_one_out(w[None], k - 1)[0]
-        reached = w * without / _symmetric(w[None], k)[0, -1, k]
-        if np.abs(reached - inclusion).max() < MARGINAL_ERROR:
-            return w
-        w = inclusion / without
-    raise LabError(f"no drawing of K={k} of {len(w)} experts with these popularities was found in {MOST_ROUNDS} steps.")
+        single, both = _draw(np.exp(log_w), k)
+        gap = inclusion - single
+        if np.abs(gap).max() < MARGINAL_ERROR:
+            return np.exp(log_w)
+        covariance = both + np.diag(single) - np.outer(single, single)
+        step = np.linalg.lstsq(covariance, gap, rcond=None)[0]
+        step *= min(1.0, LONGEST_STEP / np.abs(step).max())
+        log_w = _downhill(inclusion, log_w - log_w.mean(), step, k)
+    raise LabError(f"no drawing of K={k} of {len(inclusion)} experts with these popularities was found in {MOST_ROUNDS} steps.")
+
+
+def _downhill(inclusion: np.ndarray, log_w: np.ndarray, step: np.ndarray, k: int) -> np.ndarray:
+    """The longest of step, step / 2, .. that lowers log e_K(w) - sum P log w."""
+
+    def height(v: np.ndarray) -> float:
+        return float(np.log(_symmetric(np.exp(v)[None], k)[0, -1, k]) - inclusion @ v)
+
+    here = height(log_w)
+    for halved in range(40):
+        there = log_w + step / 2**halved
+        if height(there) < here:
+            return there
+    return log_w + step  # at the rounding of `here`: the full step is Newton's last one
 
 
 def _symmetric(w: np.ndarray, k: int) -> np.ndarray:

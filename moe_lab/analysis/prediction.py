@@ -135,5 +135,5 @@ def _measures(
     )  # fmt: skip
 
 
-def _ratio(part: int, whole: int) -> float:
+def _ratio(part: np.integer, whole: np.integer | int) -> float:
     return float(part / whole) if whole else float("nan")

@@ -70,7 +70,7 @@ def _seriation(lift: np.ndarray) -> np.ndarray:
     return np.argsort(vector * (1 if vector[np.abs(vector).argmax()] > 0 else -1), kind="stable")
 
 
-def _finding(df: "pd.DataFrame", layer: int) -> tuple[str, str]:
+def _finding(df: "pd.DataFrame", layer: "int | np.integer") -> tuple[str, str]:
     known = df[df["lift"].notna()]
     if not len(known):
         return f"Layer {layer}: no two experts are picked together", ""

@@ -121,6 +121,7 @@ def two(**settings: object) -> dict[int, lab.MoELayer]:
     return {n: layer_with(noise(E, D, seed=n), n, **settings) for n in range(2)}
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("ask", "error", "says"),
     [
@@ -169,6 +170,7 @@ def test_broken_rows_stay_rows(broken: float) -> None:
     assert df["margin"].iloc[1] == 0
 
 
+@pytest.mark.wrong_types
 def test_flips_refuse_tables_and_other_shapes() -> None:
     with pytest.raises(lab.LabError, match="hash router"):
         A.flips(A_LOGITS, B_LOGITS, lab.RouterSpec(4, 2, hash_routing=True))
