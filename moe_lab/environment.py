@@ -47,6 +47,18 @@ def commit() -> str:
     return found.stdout.strip()
 
 
+def driver() -> str:
+    """Version of the GPU's driver; "none" without a CUDA device, "unknown" when nvidia-smi does not tell."""
+    if not torch.cuda.is_available():
+        return "none"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.splitlines()[0] if found else "unknown"
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -55,8 +67,11 @@ def _version(package: str) -> str:
 
 
 def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
