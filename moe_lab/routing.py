@@ -12,6 +12,7 @@ import torch
 
 from moe_lab._types import Float, Float32, Int, Tensor
 from moe_lab.card import card
+from moe_lab.checks import wants, wants_tensor, wants_whole
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.spec import RouterSpec
 from moe_lab_kernels import plan as plan_kernel
@@ -23,22 +24,28 @@ from moe_lab_kernels.router_settings import unserved
 
 BackendChoice = Literal["auto", "torch", "triton"]
 ID_DTYPES = (torch.int32, torch.int64)
+MOST_EXPERTS = 1 << 16
+"""More than any model has: a mistaken count must not become an allocation of gigabytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
     """Picks of T tokens: `ids` int32 [T, K], `weights` fp32 [T, K]; slot k is the router's rank k.
 
-    `affected_rows` int32 0-d, on the ids' device: rows whose logits held a NaN or +inf. `width` is R when known: ids in
-    E..R-1 are zero-computation experts; -1 is a skipped slot. LabTypeError for other dtypes, LabError for other shapes.
+    `affected_rows` int32 0-d, on the ids' device: rows whose logits held a NaN or +inf. `width` is R and `num_experts`
+    E where they are known (`route` says both): ids in E..R-1 are zero-computation experts; -1 is a skipped slot.
+    LabTypeError for other dtypes, LabError for other shapes.
     """
 
     ids: Tensor
     weights: Tensor
     affected_rows: Tensor | None = None
     width: int | None = None
+    num_experts: int | None = None
 
     def __post_init__(self) -> None:
+        wants_tensor("Routing.ids", self.ids)
+        wants_tensor("Routing.weights", self.weights)
         if self.ids.dtype not in ID_DTYPES:
             raise LabTypeError(f"Routing.ids are int32 or int64, got {self.ids.dtype}.")
         if not self.weights.is_floating_point():
@@ -49,7 +56,7 @@ class Routing:
             )
         if self.ids.device != self.weights.device:
             raise LabError(f"Routing.ids live on {self.ids.device} but the weights on {self.weights.device}.")
-        if self.ids.dtype == torch.int64 and self.ids.numel() and self.ids.abs().max() > 2**31 - 1:
+        if self.ids.dtype == torch.int64 and bool((self.ids != self.ids.to(torch.int32)).any()):
             raise LabError("Routing.ids hold values beyond 32 bits.")
         object.__setattr__(self, "ids", self.ids.to(torch.int32).contiguous())
         object.__setattr__(self, "weights", self.weights.float().contiguous())
@@ -111,7 +118,7 @@ def route(
         ids, weights, affected = topk_kernel.topk(logits, spec, **vectors)
         if checked:
             _refuse_affected(affected > 0)
-        return Routing(ids, weights, _count(affected), spec.width)
+        return Routing(ids, weights, _count(affected), spec.width, spec.num_experts)
     z, nan = _conditioned(logits, spec)
     bad = (nan | (logits == float("inf"))).any(-1)
     if checked:
@@ -123,17 +130,18 @@ def route(
         if spec.hash_routing:
             assert hash_table is not None
             assert token_ids is not None
-            ids = hash_table.long()[token_ids.long()].to(z.device)
+            ids, unknown = _hashed(hash_table.to(z.device), token_ids.to(z.device), spec.width)
+            bad = bad | unknown
         else:
             ids = top_ids(_choice(z if spec.score == "none" else s, nan, spec, correction_bias), spec.top_k)
-        w = _weights(z, s, ids, spec)
+        w = _weights(z, s, ids.clamp(min=0), spec).masked_fill(ids < 0, 0.0)
     w = _normalise(w, spec)
     if spec.scale_on == "weights":
         w = w * spec.scale
     if per_expert_scale is not None:
         known = ids < spec.num_experts
-        w = torch.where(known, w * per_expert_scale.double()[ids.clamp(max=spec.num_experts - 1)], w)
-    return Routing(ids.to(torch.int32), w.float(), bad.sum().to(torch.int32), spec.width)
+        w = torch.where(known, w * per_expert_scale.double()[ids.clamp(0, spec.num_experts - 1)], w)
+    return Routing(ids.to(torch.int32), w.float(), bad.sum().to(torch.int32), spec.width, spec.num_experts)
 
 
 def choice_margin(
@@ -145,6 +153,8 @@ def choice_margin(
     within the kept groups. 0 is a tie, which the lower id wins; inf where no further expert could be picked; NaN for
     hash routing, which ranks nothing. LabError for widths that disagree.
     """
+    wants_tensor("logits", logits)
+    wants("spec", spec, RouterSpec, "a RouterSpec (of a MoESpec: spec.router)")
     if spec.hash_routing:
         return torch.full((len(logits),), float("nan"), device=logits.device)
     _check_route(logits, spec, correction_bias, None, None, None)
@@ -193,6 +203,12 @@ def _count(affected: Tensor) -> Tensor:
 
 
 def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None:
+    wants_tensor("logits", logits)
+    wants("spec", spec, RouterSpec, "a RouterSpec (of a MoESpec: spec.router)")
+    given = {"correction_bias": bias, "hash_table": table, "token_ids": token_ids, "per_expert_scale": per_expert_scale}
+    for name, tensor in given.items():
+        if tensor is not None:
+            wants_tensor(name, tensor)
     if not logits.is_floating_point():
         raise LabTypeError(f"logits are floating point [T, R], got {logits.dtype}.")
     if logits.ndim != 2 or logits.shape[1] != spec.width:
@@ -204,6 +220,8 @@ def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None
         raise LabError(
             f"correction_bias has shape {tuple(bias.shape)}; wanted [R] = [{spec.width}], zero experts included."
         )
+    if bias is not None and spec.weights_from == "sparsemixer":
+        raise LabError("weights_from='sparsemixer' ranks the logits themselves: a correction_bias would do nothing.")
     if per_expert_scale is not None and tuple(per_expert_scale.shape) != (spec.num_experts,):
         raise LabError(
             f"per_expert_scale has shape {tuple(per_expert_scale.shape)}; wanted [E] = [{spec.num_experts}]."
@@ -225,14 +243,26 @@ def _check_hash(logits, spec, table, token_ids) -> None:
         raise LabError(f"hash_table has shape {tuple(table.shape)}; wanted [V, K] with K={spec.top_k}.")
     if tuple(token_ids.shape) != (logits.shape[0],):
         raise LabError(f"token_ids have shape {tuple(token_ids.shape)}; wanted [T] = [{logits.shape[0]}].")
-    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= spec.width):
-        raise LabError(
-            f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{spec.width - 1}."
-        )
+    if not logits.is_cuda:  # on the device `_hashed` skips and counts: a look from the host would stop a graph
+        _refuse_unhashed(table, token_ids, spec.width)
+
+
+def _refuse_unhashed(table: Tensor, token_ids: Tensor, width: int) -> None:
+    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= width):
+        raise LabError(f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{width - 1}.")
     outside = (token_ids < 0) | (token_ids >= table.shape[0])
     if bool(outside.any()):
         at = int(outside.nonzero()[0])
         raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
+
+
+def _hashed(table: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """ids int64 [T, K] of each token's row of the table, and which rows are not all known. Nothing outside the table is
+    read: a token outside it is skipped (-1 in every slot), and so is a slot whose expert is none."""
+    known = (token_ids >= 0) & (token_ids < table.shape[0])
+    ids = table.long()[torch.where(known, token_ids, 0).long()]
+    real = known[:, None] & (ids >= 0) & (ids < width)
+    return torch.where(real, ids, -1), ~real.all(-1)
 
 
 def exp_or_0(x: Tensor) -> Tensor:
@@ -300,6 +330,9 @@ def _weights(z: Tensor, s: Tensor, ids: Tensor, spec: RouterSpec) -> Tensor:
 def _normalise(w: Tensor, spec: RouterSpec) -> Tensor:
     if not spec.normalize:
         return w
+    # +inf takes the whole, as in a softmax; -inf has no share
+    infinite = w == float("inf")
+    w = torch.where(infinite.any(-1, keepdim=True), infinite.double(), w.masked_fill(w == float("-inf"), 0.0))
     total = w.sum(-1, keepdim=True)
     return safe_divide(w, total + spec.norm_eps if spec.norm_kind == "add" else total.clamp(min=spec.norm_eps))
 
@@ -321,8 +354,11 @@ def plan(routing: Routing, num_experts: int, *, backend: BackendChoice = "auto")
     """Group the pairs of `routing` by expert. -1 and zero-computation experts (E <= id < R) are left out.
 
     On CPU any other id raises LabError naming the token; on the device it is left out and counted in `.invalid`,
-    without a look from the host. `backend` as in `route`.
+    without a look from the host. LabError for another E than the router's that picked. `backend` as in `route`.
     """
+    wants("routing", routing, Routing, "a lab.Routing: lab.route makes one, lab.Routing(ids, weights) wraps your own")
+    num_experts = wants_whole("num_experts", num_experts, 1, MOST_EXPERTS)
+    _check_experts(routing, num_experts)
     ids, weights = routing.ids, routing.weights
     width = max(num_experts, routing.width or num_experts)
     if not ids.is_cuda:
@@ -330,6 +366,16 @@ def plan(routing: Routing, num_experts: int, *, backend: BackendChoice = "auto")
     why = f"E={num_experts}" if num_experts > plan_kernel.MOST_EXPERTS else None
     kernel = _takes_kernel(backend, why, weights)
     return ExpertPlan(*(plan_kernel.plan if kernel else plan_kernel.plan_ref)(ids, weights, num_experts, width))
+
+
+def _check_experts(routing: Routing, num_experts: int) -> None:
+    """LabError where the routing says another E: ids beyond it would be taken for zero-computation experts."""
+    if routing.num_experts is not None and num_experts != routing.num_experts:
+        raise LabError(
+            f"num_experts={num_experts}, but these picks are of a router of E={routing.num_experts} experts."
+        )
+    if routing.width is not None and num_experts > routing.width:
+        raise LabError(f"num_experts={num_experts}, but these picks are of a router of R={routing.width} scores.")
 
 
 def _refuse_invalid(ids: Tensor, width: int) -> None:
@@ -358,4 +404,5 @@ def route_plan(
         routing = route(logits, spec, **table, **vectors, backend=backend)  # pyright: ignore[reportArgumentType]
         return routing, plan(routing, spec.num_experts, backend=backend)
     ids, weights, affected, groups = route_plan_kernel.route_plan(logits, spec, **vectors)
-    return Routing(ids, weights, _count(affected), spec.width), ExpertPlan(*groups)
+    routing = Routing(ids, weights, _count(affected), spec.width, spec.num_experts)
+    return routing, ExpertPlan(*groups)

@@ -86,6 +86,10 @@ def _weigh(value, top, total, picked, ids, expert_scale, ROWS: tl.constexpr, E: 
     else:
         w = tl.where(nan, 0.0, score_of(z, _for_slots(top, ROWS), _for_slots(total, ROWS), SCORE))
     if NORM != "none":
+        if FROM == "score" and (SCORE == "sqrt_softplus" or SCORE == "none"):  # the others are finite
+            infinite = tl.where(picked & (w == float("inf")), 1.0, 0.0).to(tl.float64)
+            some = _for_slots(tl.max(infinite, 1), ROWS) > 0.0
+            w = tl.where(some, infinite, tl.where(w == -float("inf"), 0.0, w))
         norm = _for_slots(tl.sum(tl.where(picked, w, 0.0), 1), ROWS)
         norm = norm + number(EPS) if NORM == "add" else tl.where(norm < number(EPS), number(EPS), norm)
         w = safe_divide(w, norm)

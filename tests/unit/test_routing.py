@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lab import routing as routing_module
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing import Routing, plan, route
 from moe_lab.spec import RouterSpec
@@ -214,10 +215,28 @@ def test_any_logits_give_distinct_ids_in_range_and_finite_weights(spec: RouterSp
     assert all(len(set(ids)) == spec.top_k for ids in r.ids.tolist())
     assert r.ids.min() >= 0
     assert r.ids.max() < spec.width
-    if spec.score != "sqrt_softplus":
+    assert not r.weights.isnan().any()
+    if spec.normalize or spec.score != "sqrt_softplus":
         assert r.weights.isfinite().all()
     nan_picked = logits.gather(1, r.ids.long()).isnan()
     assert (r.weights[nan_picked] == 0).all()
+
+
+@pytest.mark.parametrize("score", ["sqrt_softplus", "none"])
+def test_an_infinite_score_takes_the_whole_weight(score: str) -> None:
+    """inf / inf would be NaN."""
+    spec = RouterSpec(4, 3, score=score, normalize=True)
+    r = route(torch.tensor([[INF, 1, 2, 0], [INF, 1, INF, 2], [1, -INF, -INF, -INF]]), spec)
+    assert r.ids.tolist()[:2] == [[0, 2, 1], [0, 2, 3]]
+    assert r.weights.tolist() == [[1, 0, 0], [0.5, 0.5, 0], [1, 0, 0]]
+
+
+def test_on_a_device_tokens_outside_the_hash_table_are_skipped_and_counted() -> None:
+    """What the device path does without a look from the host; the host refuses such input (R19)."""
+    table = torch.tensor([[0, 3], [1, 9]])
+    ids, unknown = routing_module._hashed(table, torch.tensor([0, 2, -1, 1]), 4)
+    assert ids.tolist() == [[0, 3], [-1, -1], [-1, -1], [1, -1]]
+    assert unknown.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
