@@ -1,7 +1,10 @@
 """One routed layer straight on the kernels, planned once and called often: what the kernel benchmarks time and check.
 
-Six launches from given picks on: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted
-sum. Nothing of the lab's own layer is in the way, so a kernel's time is the kernel's. T tokens, K experts a token,
+From given picks on, in three forms whose results have the same bits:
+    separate  six launches: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted sum
+    gated     four: quantise, gate + up + SwiGLU + quantise, down, weighted sum
+    fused     three: quantise, gate + up + SwiGLU + quantise, down + weighted sum (each token reads its own experts)
+Nothing of the lab's own layer is in the way, so a kernel's time is the kernel's. T tokens, K experts a token,
 P = T * K pairs, D model width, F expert width, E experts.
 """
 
@@ -14,27 +17,39 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import quantize
-from moe_lab_kernels import activation, combine, gemv, quantize_rows
-from moe_lab_kernels.decode_ref import BLOCK_BYTES, BLOCK_VALUES, dequantize_ref
+from moe_lab_kernels import activation, combine, gemv, gemv_combine, gemv_gated, lane_rows
+from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels.dequantize import dequantize_ref
+from moe_lab_kernels.lane_rows import LaneRows, Rows
+from moe_lab_kernels.tiles import CombineTile, GatedTile, Tile
 
 GATE_UP, DOWN = "q2_k", "q3_k"
 
 
 def bytes_a_weight(format: str) -> float:
     """Of a format the kernels decode."""
-    return BLOCK_BYTES[format] / BLOCK_VALUES[format]
+    return BLOCKS[format].bytes / BLOCKS[format].values
+
+
+def fits(shape: LayerShape, gate_up: str, down: str) -> bool:
+    """Whether both widths are whole blocks of these formats."""
+    return shape.d_model % BLOCKS[gate_up].values == 0 and shape.d_expert % BLOCKS[down].values == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Raw blocks of one layer: gate and up [E, F, ..] in q2_k, down [E, D, ..] in q3_k."""
+    """Raw blocks of one layer: gate and up [E, F, ..] in one format, down [E, D, ..] in another."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
+    gate_up_format: str = GATE_UP
+    down_format: str = DOWN
 
 
-def make_weights(shape: LayerShape, seed: int, device: str) -> Weights:
+def make_weights(
+    shape: LayerShape, seed: int, device: str, gate_up_format: str = GATE_UP, down_format: str = DOWN
+) -> Weights:
     """Genuinely quantised rows: 128 Student-t rows a matrix, dealt at random to the rows of every expert."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -45,12 +60,16 @@ def make_weights(shape: LayerShape, seed: int, device: str) -> Weights:
         return book[torch.randint(128, (shape.experts, rows), generator=draw).to(device)]
 
     d, f = shape.d_model, shape.d_expert
-    return Weights(deal(f, d, GATE_UP), deal(f, d, GATE_UP), deal(d, f, DOWN))
+    gate, up = deal(f, d, gate_up_format), deal(f, d, gate_up_format)
+    return Weights(gate, up, deal(d, f, down_format), gate_up_format, down_format)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One input with its plan (pairs sorted by expert, chunks of at most 8) and every buffer a product writes."""
+    """One input with its plan (pairs sorted by expert, chunks of at most 8) and every buffer a product writes.
+
+    `hidden` and `y` are in token order, row t K + k.
+    """
 
     x: Tensor
     ids: Tensor
@@ -63,15 +82,18 @@ class Call:
     gate: Tensor
     up: Tensor
     y: Tensor
+    hidden: LaneRows
+    out: Tensor
 
     def poison(self) -> None:
-        """Fill every output with NaN."""
-        for buffer in (self.gate, self.up, self.y):
+        """Fill every output with NaN, codes with -128, which no code is."""
+        for buffer in (self.gate, self.up, self.y, self.out, self.hidden.scale, self.hidden.total):
             buffer.fill_(float("nan"))
+        self.hidden.codes.fill_(-128)
 
 
-def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str) -> Call:
-    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows."""
+def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str, down_format: str = DOWN) -> Call:
+    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows; hidden rows are laid out for `down_format`."""
     t, k = ids.shape
     expert, order = ids.cpu().flatten().sort(stable=True)
     chunks, first = [], 0
@@ -79,30 +101,43 @@ def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str) -> C
         chunks += [(e, first + i, min(8, n - i)) for i in range(0, n, 8)]
         first += n
     most = max(n for _, _, n in chunks)
-    widths = (shape.d_expert, shape.d_expert, shape.d_model)
+    d, f, pairs = shape.d_model, shape.d_expert, t * k
+
+    def empty(rows: int, width: int) -> Tensor:
+        return torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+
+    hidden = lane_rows.lane_rows("make_call", (pairs, f), down_format, None, torch.device(device))
     return Call(
-        torch.randn(t, shape.d_model, device=device).bfloat16(),
-        ids.to(device),
-        weights.to(device),
-        (order // k).int().to(device),
-        order.int().to(device),
-        torch.arange(t * k, dtype=torch.int32, device=device),
-        torch.tensor(chunks, dtype=torch.int32, device=device),
-        next(n for n in (1, 2, 4, 8) if n >= most),
-        *(torch.empty(t * k, width, dtype=torch.bfloat16, device=device) for width in widths),
+        x=torch.randn(t, d, device=device).bfloat16(),
+        ids=ids.to(device),
+        weights=weights.to(device),
+        row_of=(order // k).int().to(device),
+        out_row=order.int().to(device),
+        pairs=torch.arange(pairs, dtype=torch.int32, device=device),
+        chunks=torch.tensor(chunks, dtype=torch.int32, device=device),
+        max_rows=next(n for n in (1, 2, 4, 8) if n >= most),
+        gate=empty(pairs, f),
+        up=empty(pairs, f),
+        y=empty(pairs, d),
+        hidden=hidden,
+        out=empty(t, d),
     )
 
 
-def gate_up(
-    c: Call, w: Weights, rows: tuple, tile: gemv.Tile | None = None, op: Callable[..., Any] = gemv.gemv
-) -> None:
+def quantised(c: Call, w: Weights) -> LaneRows:
+    """x [T, D] as the gate and up products read it."""
+    return lane_rows.quantize_lanes(c.x, w.gate_up_format)
+
+
+def gate_up(c: Call, w: Weights, rows: Rows, tile: Tile | None = None, op: Callable[..., Any] = gemv.gemv) -> None:
     """c.gate and c.up [P, F] from the quantised rows of x, in one launch."""
-    op(rows, c.row_of, w.gate, c.chunks, GATE_UP, c.gate, w2=w.up, out2=c.up, max_rows=c.max_rows, tile=tile)
+    format = w.gate_up_format
+    op(rows, c.row_of, w.gate, c.chunks, format, c.gate, w2=w.up, out2=c.up, max_rows=c.max_rows, tile=tile)
 
 
-def down(c: Call, w: Weights, rows: tuple, tile: gemv.Tile | None = None, op: Callable[..., Any] = gemv.gemv) -> None:
+def down(c: Call, w: Weights, rows: Rows, tile: Tile | None = None, op: Callable[..., Any] = gemv.gemv) -> None:
     """c.y [P, D] in token order from the quantised rows of h, which are in pair order."""
-    op(rows, c.pairs, w.down, c.chunks, DOWN, c.y, out_row=c.out_row, max_rows=c.max_rows, tile=tile)
+    op(rows, c.pairs, w.down, c.chunks, w.down_format, c.y, out_row=c.out_row, max_rows=c.max_rows, tile=tile)
 
 
 def weighted_sum(c: Call, op: Callable[..., Tensor] = combine.combine) -> Tensor:
@@ -110,38 +145,89 @@ def weighted_sum(c: Call, op: Callable[..., Tensor] = combine.combine) -> Tensor
     return op(c.y.view(*c.ids.shape, -1), c.weights)
 
 
+def gated(c: Call, w: Weights, rows: Rows, tile: GatedTile | None = None, pdl: bool = False) -> None:
+    """c.hidden from the quantised rows of x, in one launch."""
+    more = {"out": c.hidden, "out_row": c.out_row, "max_rows": c.max_rows, "tile": tile, "pdl": pdl}
+    gemv_gated.gemv_gated(rows, c.row_of, w.gate, w.up, c.chunks, w.gate_up_format, **more)
+
+
+def down_from_hidden(c: Call, w: Weights, tile: Tile | None = None) -> None:
+    """c.y [P, D] from c.hidden, in one launch."""
+    options = {"out_row": c.out_row, "max_rows": c.max_rows, "tile": tile}
+    gemv.gemv(c.hidden, c.out_row, w.down, c.chunks, w.down_format, c.y, **options)
+
+
+def down_and_sum(c: Call, w: Weights, tile: CombineTile | None = None, pdl: bool = False) -> Tensor:
+    """c.out [T, D] from c.hidden, in one launch."""
+    return gemv_combine.gemv_combine(c.hidden, w.down, c.ids, c.weights, w.down_format, out=c.out, tile=tile, pdl=pdl)
+
+
 def layer(c: Call, w: Weights) -> Tensor:
-    """The routed layer [T, D], bf16."""
-    gate_up(c, w, quantize_rows.quantize_q8_1(c.x))
-    down(c, w, quantize_rows.quantize_q8_1(activation.swiglu(c.gate, c.up)))
+    """The routed layer [T, D], bf16, in six launches."""
+    gate_up(c, w, quantised(c, w))
+    down(c, w, lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format))
     return weighted_sum(c)
+
+
+def layer_gated(c: Call, w: Weights) -> Tensor:
+    """The same in four."""
+    gated(c, w, quantised(c, w))
+    down_from_hidden(c, w)
+    return weighted_sum(c)
+
+
+def layer_fused(c: Call, w: Weights, pdl: bool = False) -> Tensor:
+    """The same in three."""
+    gated(c, w, quantised(c, w), pdl=pdl)
+    return down_and_sum(c, w, pdl=pdl)
+
+
+LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {
+    "separate": layer,
+    "gated": layer_gated,
+    "fused": layer_fused,
+    "fused pdl": lambda c, w: layer_fused(c, w, pdl=True),
+}
 
 
 def exact(c: Call, w: Weights) -> Tensor:
     """The same mathematics in fp32 on the dequantised weights, without activation quantisation or store points."""
     out = torch.zeros(c.x.shape, device=c.x.device)
     for e in c.ids.unique().tolist():
-        g, u = dequantize_ref(w.gate[e], GATE_UP), dequantize_ref(w.up[e], GATE_UP)
+        g, u = dequantize_ref(w.gate[e], w.gate_up_format), dequantize_ref(w.up[e], w.gate_up_format)
         token, slot = (c.ids == e).nonzero(as_tuple=True)
         x = c.x[token].float()
         h = torch.nn.functional.silu(x @ g.T) * (x @ u.T)
-        out.index_add_(0, token, c.weights[token, slot, None] * (h @ dequantize_ref(w.down[e], DOWN).T))
+        out.index_add_(0, token, c.weights[token, slot, None] * (h @ dequantize_ref(w.down[e], w.down_format).T))
     return out
 
 
 def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> tuple[float, list[str]]:
     """On a fresh input, into poisoned outputs: the layer's NMSE against `exact`, and the steps whose bits differ from
-    their torch reference (none, when all is well)."""
-    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
+    their torch reference, then the other forms of the layer that differ from it (none, when all is well)."""
+    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device, w.down_format)
     c.poison()
-    rows, out = quantize_rows.quantize_q8_1(c.x), layer(c, w)
-    hidden = quantize_rows.quantize_q8_1(activation.swiglu(c.gate, c.up))
-    got = [*rows, c.gate.clone(), c.up.clone(), c.y.clone(), out]
+    rows, out = quantised(c, w), layer(c, w)
+    hidden = lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format)
+    got = [*lane_rows.to_plain(rows), c.gate.clone(), c.up.clone(), c.y.clone(), out]
     c.poison()
     gate_up(c, w, rows, op=gemv.gemv_ref)
     down(c, w, hidden, op=gemv.gemv_ref)
-    want = [*quantize_rows.quantize_q8_1_ref(c.x), c.gate, c.up, c.y, weighted_sum(c, combine.combine_ref)]
+    want = [
+        *lane_rows.to_plain(lane_rows.quantize_lanes_ref(c.x, w.gate_up_format)),
+        c.gate,
+        c.up,
+        c.y,
+        weighted_sum(c, combine.combine_ref),
+    ]
     names = ("codes", "scale", "total", "gate", "up", "down", "combine")
     wrong = [name for name, a, b in zip(names, got, want, strict=True) if not torch.equal(a, b)]
+    for name, form in LAYERS.items():
+        if form is not layer and (c.x.is_cuda or "pdl" not in name):  # elsewhere that is the one without
+            c.poison()
+            same = torch.equal(form(c, w), want[-1])
+            made, kept = lane_rows.to_plain(c.hidden), lane_rows.to_plain(hidden)
+            same &= all(torch.equal(a[c.out_row.long()], b) for a, b in zip(made, kept, strict=True))
+            wrong += [] if same else [name]
     target = exact(c, w).double()
     return float((out.double() - target).square().sum() / target.square().sum()), wrong

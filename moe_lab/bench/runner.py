@@ -5,27 +5,65 @@ device memory, and launch gaps shrink to what a graph leaves), many times over; 
 capture fails, eager calls between events are timed and the method says so.
 """
 
-import subprocess
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from moe_lab.environment import environment
+from moe_lab.environment import driver, environment
 from moe_lab.errors import LabError
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Microseconds a call: 20th, 50th and 80th percentile over `n` replays."""
+    """Microseconds a call: 20th, 50th and 80th percentile over `n` replays, and each replay's value."""
 
     us_p20: float
     us_p50: float
     us_p80: float
     n: int
     method: str
+    us: tuple[float, ...] = field(default=(), repr=False)
+
+
+class Pass:
+    """One pass over `calls` on CUDA: a graph's replay where capture works, else the calls themselves. `method` says
+    which; `outputs` are the last pass's, a call each."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self._calls, self.outputs = calls, [call() for call in calls]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            _expect_no_wait(calls[0])
+            # The outer block restores the stream: torch leaves its capture stream current when capture fails.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                self.outputs = [call() for call in calls]
+            self._graph, self.method = graph, f"graph-replay, rotation of {len(calls)}"
+        except RuntimeError:
+            torch.cuda.synchronize()
+            self._graph, self.method = None, f"eager-events, rotation of {len(calls)}"
+
+    def __call__(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.outputs = [call() for call in self._calls]
+
+
+def _expect_no_wait(call: Callable[[], Any]) -> None:
+    """RuntimeError from a call that waits for the device. Asked first, because a capture that such a call breaks leaves
+    the allocator believing that it still runs."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype: it does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], budget_ms: float = 50.0, least: int = 5, most: int = 60) -> Timed:
@@ -33,31 +71,29 @@ def time_calls(calls: Sequence[Callable[[], Any]], budget_ms: float = 50.0, leas
     if not calls or not torch.cuda.is_available():
         where = "a CUDA device" if torch.cuda.is_available() else "no CUDA device"
         raise LabError(f"time_calls needs a CUDA device and at least one call, got {len(calls)} calls and {where}.")
-    _all(calls)
-    torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), []
-    method = f"graph-replay, rotation of {len(calls)}"
-    try:
-        with torch.cuda.graph(graph):
-            kept = [call() for call in calls]
-        replay = graph.replay
-    except RuntimeError:
-        torch.cuda.synchronize()
-        method = f"eager-events, rotation of {len(calls)}"
-        replay = partial(_all, calls)
+    return time_pass(Pass(calls), len(calls), budget_ms, least, most)
 
-    replay()
-    once = _span_ms(replay)
-    n = int(min(most, max(least, budget_ms / max(once, 1e-3))))
-    us = torch.tensor([_span_ms(replay) for _ in range(n)], dtype=torch.float64) * 1e3 / len(calls)
+
+def time_pass(
+    run: Pass,
+    calls: int,
+    budget_ms: float = 50.0,
+    least: int = 5,
+    most: int = 60,
+    before: Callable[[], Any] | None = None,
+) -> Timed:
+    """Time passes of `calls` calls each; `before` runs ahead of each one, outside the clock."""
+
+    def once() -> float:
+        if before is not None:
+            before()
+        return _span_ms(run)
+
+    once()
+    n = int(min(most, max(least, budget_ms / max(once(), 1e-3))))
+    us = torch.tensor([once() for _ in range(n)], dtype=torch.float64) * 1e3 / calls
     low, mid, high = us.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    del kept
-    return Timed(low, mid, high, n, method)
-
-
-def _all(calls: Sequence[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
+    return Timed(low, mid, high, n, run.method, tuple(us.tolist()))
 
 
 def _span_ms(run: Callable[[], Any]) -> float:
@@ -82,13 +118,4 @@ def bandwidth_gb_per_s(gib: float = 4.0) -> dict[str, float]:
 def measured_on() -> dict[str, str]:
     """Where a number was measured: device, driver ("unknown" when nothing tells), torch, triton, commit."""
     known = environment()
-    driver = _says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    return {"device": known["device"], "driver": driver, **{k: known[k] for k in ("torch", "triton", "commit")}}
-
-
-def _says(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+    return {"device": known["device"], "driver": driver(), **{k: known[k] for k in ("torch", "triton", "commit")}}

@@ -4,7 +4,7 @@ Axis letters: T tokens, D model width, F expert width, E experts, K experts a to
 picks on: gate and up, activation, down, weighted sum. Knows nothing about kernels or clocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +24,26 @@ class LayerShape:
     d_expert: int
     experts: int
     top_k: int
+
+    def shrunk(self, factor: int, most_experts: int = 32) -> "LayerShape":
+        """A layer for a laptop, named after this one: widths divided by `factor`, at most `most_experts` experts.
+
+        A width keeps what formats ask of it: whole blocks of 256, or an odd number of blocks of 32 where it had no
+        whole blocks of 256 (2880, 704), so that the formats refused stay the same.
+        """
+        if factor < 1:
+            raise LabError(f"a shape is shrunk by a factor of 1 or more, got {factor}.")
+        if factor == 1:
+            return self
+        widths = {name: _narrower(getattr(self, name), factor) for name in ("d_model", "d_expert")}
+        experts = min(self.experts, max(most_experts, 2 * self.top_k))
+        return replace(self, name=f"{self.name} 1/{factor}", experts=experts, **widths)
+
+
+def _narrower(width: int, factor: int) -> int:
+    if width % 256 == 0:
+        return 256 * max(1, round(width / 256 / factor))
+    return 32 * (2 * round((width / 32 / factor - 1) / 2) + 1)
 
 
 SHAPES = {

@@ -52,6 +52,21 @@ def test_bytes_of_a_known_layer() -> None:
     assert layer_bytes(QWEN, 1, 8, 84 / 256, 110 / 256) == want
 
 
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("factor", [2, 3, 8, 1000])
+def test_a_shrunk_shape_refuses_the_formats_that_the_whole_one_refuses(name: str, factor: int) -> None:
+    whole, small = SHAPES[name], SHAPES[name].shrunk(factor)
+    assert small.name == f"{name} 1/{factor}"
+    assert small.top_k == whole.top_k <= small.experts <= whole.experts
+    for before, after in ((whole.d_model, small.d_model), (whole.d_expert, small.d_expert)):
+        assert 0 < after <= max(256, before)
+        assert after % 32 == 0
+        assert (after % 256 == 0) == (before % 256 == 0)
+    assert whole.shrunk(1) is whole
+    with pytest.raises(LabError, match="factor of 1 or more, got 0"):
+        whole.shrunk(0)
+
+
 @pytest.mark.wrong_types
 def test_an_unknown_popularity_is_refused() -> None:
     with pytest.raises(LabError, match="popularity is 'flat'; it must be uniform or zipf"):

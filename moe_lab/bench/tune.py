@@ -1,0 +1,83 @@
+"""Which arm is fastest where: measured once, by asking, and kept as the table that `auto` reads.
+
+Times are cold (weights from memory: the state a model's layer is in when its turn comes). Only arms that were right
+enter. An arm within 3 % of the fastest counts as equal, and of equals the earlier in AUTO_ORDER comes first, so that
+noise does not move a table.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moe_lab.arms import ARMS, AUTO_ORDER
+from moe_lab.arms.table import Row, own_path, write_table
+from moe_lab.bench.cell import Settings
+from moe_lab.bench.cells import Workload
+from moe_lab.bench.harness import measure
+from moe_lab.bench.roof import roof
+from moe_lab.bench.weights import SERVED, format_label, split_format
+from moe_lab.bench.workloads import SHAPES
+from moe_lab.devices import resolve_device
+from moe_lab.errors import LabError
+from moe_lab.runs import Case, Record, Run, Status
+from moe_lab.user_cache import slug
+
+EQUAL = 1.03
+SIZES = ("d_model", "d_expert", "experts", "top_k", "tokens")
+TOKENS = {"cpu": (1, 4, 16, 64), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 512)}
+
+
+def tune(
+    device: str = "cpu",
+    *,
+    models: Sequence[str] = (),
+    formats: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
+    settings: Settings | None = None,
+    folder: str | Path | None = None,
+) -> tuple[Run, Path]:
+    """Measure the roof again and every arm on the named shapes (none: all, on a CPU lab-42m alone), and write the
+    table: the user's own, or `<folder>/<device>.json`. LabError when nothing passed, which leaves the old table.
+    """
+    where = resolve_device(device)
+    top = roof(where, again=True)
+    asked = Workload(
+        subject=tuple(models) or (tuple(SHAPES) if where.type == "cuda" else ("lab-42m",)),
+        formats=tuple(formats) if formats else SERVED,
+        tokens=tuple(tokens) if tokens else TOKENS[where.type], device=device,
+    )  # fmt: skip
+    run, _ = measure(asked, tuple(ARMS), replace(settings or Settings(), states=("cold",)))
+    rows = table_rows(run.records)
+    if not rows:
+        raise LabError("nothing was right and timed within the budget, so no table was written.")
+    path = own_path(top.device) if folder is None else Path(folder) / f"{slug(top.device)}.json"
+    about = {name: run.environment[name] for name in ("driver", "torch", "triton", "commit", "moe_lab")}
+    return run, write_table(path, top.device, rows, {**about, "date": run.date})
+
+
+def table_rows(records: Iterable[Record]) -> list[Row]:
+    """A row for each case and format in which an arm passed, arms fastest first."""
+    groups: dict[tuple[Case, str], list[Record]] = {}
+    for r in records:
+        if r.status is Status.PASSED and r.spread is not None:
+            groups.setdefault((r.case, r.format), []).append(r)
+    return [_row(case, format, passed) for (case, format), passed in groups.items()]
+
+
+def _row(case: Case, format: str, passed: list[Record]) -> Row:
+    def ms(r: Record) -> float:
+        assert r.spread is not None
+        return r.spread.p50
+
+    best = min(ms(r) for r in passed)
+
+    def order(r: Record) -> tuple[float, int, float]:
+        rank = AUTO_ORDER.index(r.arm) if r.arm in AUTO_ORDER else len(AUTO_ORDER)
+        return (best if ms(r) <= EQUAL * best else ms(r)), rank, ms(r)
+
+    ranked = sorted(passed, key=order)
+    gate_up, down = (format_label(part) for part in split_format(format))
+    sizes = {name: int(getattr(case, name)) for name in SIZES}
+    return Row(
+        (gate_up, gate_up, down), **sizes, arms=tuple(r.arm for r in ranked), ms=tuple(round(ms(r), 6) for r in ranked),
+    )  # fmt: skip
