@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.explore.data import frames_data
+from moe_lab.plots.figure import Drawn
+from moe_lab.plots.figure import drawn as data_behind
 from moe_lab.plots.style import Axes, Figure, LabFigure, plt, png
 
 try:
@@ -57,6 +60,7 @@ class Explorer(ipywidgets.VBox):
         self._frame, self._alt, self._label, self._unit, self._start = frame, alt, label, unit, start
         self._kind = control
         self._drawn: dict[int, tuple[bytes, str]] = {}
+        self._data: dict[int, list[Drawn]] = {}
         self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(min_height="240px"))
         self._control = self._make_control()
         self._control.observe(lambda change: self._show(change["new"]), names="value")
@@ -78,7 +82,8 @@ class Explorer(ipywidgets.VBox):
             + f'alt={quoted(self.drawn(index)[1])} src="{_data_uri(self.drawn(index)[0])}">'
             for i, index in enumerate(chosen)
         )
-        return f'<div class="moe-explorer">\n{self._control_html(chosen, start)}\n{frames}\n</div>'
+        data = frames_data((self._frame_name(index), self._data[index]) for index in chosen)
+        return f'<div class="moe-explorer">\n{self._control_html(chosen, start)}\n{frames}\n{data}</div>'
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle: Any = super()._repr_mimebundle_(**kwargs)
@@ -119,7 +124,7 @@ class Explorer(ipywidgets.VBox):
         alt = self._alt(value) if self._alt else figure.alt if isinstance(figure, LabFigure) else ""
         if not alt:
             raise LabError(f"Explorer {self._label!r}: the frame of {value!r} has no alt text; pass alt=.")
-        picture = png(figure)
+        picture, self._data[index] = png(figure), data_behind(figure)
         plt.close(figure)  # pyplot would keep every frame alive
         name = self._frame_name(index)
         return picture, alt if alt.lower().startswith(name.lower()) else f"{name}: {alt}"

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_lab.errors import LabError, MissingExtra
+from moe_lab.analysis.picks import wants_trace
+from moe_lab.checks import came, wants_whole, wants_wholes
+from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.trace import NO_PICK, RoutingTrace
 
 MOST_CELLS = 6000  # 250 bytes each: 1.5 MB of page
@@ -55,14 +57,16 @@ def ribbon(
     a trace with token ids). One row a layer, `per_line` tokens a table. A token without picks is white and holds "–".
     LabError: a range outside the trace, missing token ids, pieces that do not match, more than `MOST_CELLS` cells.
     """
-    stop = min(trace.tokens, start + 64) if stop is None else stop
+    wants_trace("lab.explore.ribbon", trace)
+    start = wants_whole("start", start)
+    stop = min(trace.tokens, start + 64) if stop is None else wants_whole("stop", stop)
     if not 0 <= start < stop <= trace.tokens:
         raise LabError(f"tokens {start}..{stop} of a trace of {trace.tokens}: wanted 0 <= start < stop <= T.")
-    chosen = trace.layers if layers is None else tuple(layers)
+    chosen = trace.layers if layers is None else tuple(wants_wholes("layers", layers))
     picked = {n: (trace.layer(n)[start:stop], trace.weights[start:stop, trace.layers.index(n)]) for n in chosen}
     if (cells := (stop - start) * len(chosen)) > MOST_CELLS:
         raise LabError(f"a ribbon of {cells} cells; at most {MOST_CELLS}. Take fewer tokens or layers.")
-    if per_line < 1:
+    if wants_whole("per_line", per_line) < 1:
         raise LabError(f"per_line={per_line}; wanted at least 1 token a line.")
     pieces = _pieces(trace, text, start, stop)
     about = f"Tokens {start} to {stop - 1}, layers {', '.join(map(str, chosen))}: text by expert of largest weight"
@@ -111,6 +115,11 @@ def _visible(piece: str) -> str:
 
 def _pieces(trace: RoutingTrace, text: Text, start: int, stop: int) -> list[str]:
     if not callable(text) and not isinstance(text, str | Path):
+        if not isinstance(text, Sequence):
+            raise LabTypeError(
+                f"text is {came(text)}; wanted a tokenizer.json, a piece of text for each token, or a function from "
+                "token id to piece."
+            )
         if len(text) != stop - start:
             raise LabError(f"{len(text)} pieces of text for {stop - start} tokens.")
         return list(text)

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_lab.errors import LabError
+from moe_lab.analysis.picks import wants_trace
+from moe_lab.checks import came, wants_whole, wants_wholes
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.explore.explorer import MOST_FRAMES, Explorer
 from moe_lab.explore.pair import PairExplorer
 from moe_lab.explore.routing_frame import routing_frame
 from moe_lab.plots import load as plot_load
+from moe_lab.plots.style import need_columns
 from moe_lab.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ Range = tuple[int, int]
 def load(df: "pd.DataFrame | RoutingTrace") -> Explorer:
     """Expert load of one layer at a time; `df` as `lab.plot.load` takes it: layer, expert, assignments, or a trace."""
     frame = df.load_table() if isinstance(df, RoutingTrace) else df
+    if not hasattr(frame, "groupby"):
+        raise LabTypeError(f"lab.explore.load wants a RoutingTrace or the DataFrame of its load, got {came(df)}.")
+    need_columns(frame, ("layer", "expert", "assignments"), "load")
     by_layer: Any = dict(tuple(frame.groupby("layer")))
     return Explorer(sorted(by_layer), lambda layer: plot_load(by_layer[layer]), label="layer")
 
@@ -39,11 +45,13 @@ def routing(
     domains, else of each eighth of the trace. Without `layers` as many evenly spaced ones as a page holds (it warns
     when that is not all). LabError for ranges outside the trace or too many frames.
     """
-    spans = _default_ranges(trace, tokens) if ranges is None else list(ranges)
+    wants_trace("lab.explore.routing", trace)
+    wants_whole("tokens", tokens)
+    spans = _default_ranges(trace, tokens) if ranges is None else [_pair(one) for one in ranges]
     for start, stop in spans:
         if not 0 <= start < stop <= trace.tokens:
             raise LabError(f"tokens {start}..{stop} of a trace of {trace.tokens}: wanted 0 <= start < stop <= T.")
-    chosen = _fitting(trace.layers, len(spans)) if layers is None else list(layers)
+    chosen = _fitting(trace.layers, len(spans)) if layers is None else wants_wholes("layers", layers)
     return PairExplorer(
         chosen,
         spans,
@@ -52,6 +60,13 @@ def routing(
         show=lambda span: _range_name(trace, span),
         start=(len(chosen) // 2, 0),
     )
+
+
+def _pair(given: Range) -> Range:
+    pair = wants_wholes("a range of tokens", given)
+    if len(pair) != 2:
+        raise LabError(f"a range of tokens is {pair}; wanted (start, stop).")
+    return pair[0], pair[1]
 
 
 def _default_ranges(trace: RoutingTrace, tokens: int) -> list[Range]:

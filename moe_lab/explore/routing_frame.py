@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_lab import analysis
+from moe_lab.plots.figure import remember
 from moe_lab.plots.style import OKABE_ITO, Axes, LabFigure, arm_styles, plt, style
 from moe_lab.trace import RoutingTrace
 
@@ -50,6 +51,7 @@ def _raster(axes: Axes, part: RoutingTrace, layer: int, first: int) -> str:
 
 def _bars(axes: Axes, part: RoutingTrace, layer: int) -> str:
     df: Any = analysis.load(part, layers=[layer])
+    remember(axes, "load", df, {})
     ratio = df["load_ratio"].to_numpy()
     busiest = int(ratio.argmax())
     bars = axes.bar(df["expert"], ratio, color=OKABE_ITO[0], width=0.82)
@@ -66,6 +68,7 @@ def _bars(axes: Axes, part: RoutingTrace, layer: int) -> str:
 
 def _union(axes: Axes, part: RoutingTrace, layer: int) -> str:
     df = analysis.union(part, layers=[layer])
+    remember(axes, "union", df, {})
     drawn = {"distinct_mean": "measured", "independent": "independent", "most": "most"}
     for (column, label), look in zip(drawn.items(), arm_styles(drawn).values(), strict=True):
         axes.plot(df["tokens"], df[column], label=label, **{**look, "markersize": 3.5})

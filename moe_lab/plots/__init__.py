@@ -1,13 +1,46 @@
 """`lab.plot`: tidy frames in, matplotlib Axes out.
 
 Every function is `name(df, *, ax=None) -> Axes`, measures nothing, never calls `show()` and leaves rcParams alone.
-Without `ax` it makes a figure that a notebook shows with alt text. Each title states what the frame says.
+Without `ax` it makes a figure that a notebook shows with alt text. Each title states what the frame says. The Axes
+remember the frame: `save` writes picture, data and settings; `table` and `to_latex` show a frame as a table.
 """
 
 from moe_lab.plots.batching import batching
+from moe_lab.plots.bench import bench
 from moe_lab.plots.parity import parity
 from moe_lab.plots.phases import phases
 from moe_lab.plots.routing import load
+from moe_lab.plots.routing_curves import next_layer, reuse, union
+from moe_lab.plots.routing_flips import flips
+from moe_lab.plots.routing_pairs import coactivation
+from moe_lab.plots.routing_skew import skew
+from moe_lab.plots.runs import runs
+from moe_lab.plots.save import save
 from moe_lab.plots.style import describe, png, style
+from moe_lab.plots.table import Table, table, to_latex
 
-__all__ = ["batching", "describe", "load", "parity", "phases", "png", "style"]
+__all__ = [
+    "Table",
+    "batching",
+    "bench",
+    "coactivation",
+    "describe",
+    "flips",
+    "load",
+    "next_layer",
+    "parity",
+    "phases",
+    "png",
+    "reuse",
+    "runs",
+    "save",
+    "skew",
+    "style",
+    "table",
+    "to_latex",
+    "union",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

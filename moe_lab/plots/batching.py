@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import LabError
+from moe_lab.plots.figure import remembers
 from moe_lab.plots.style import Axes, arm_styles, describe, need_columns, new_axes, si, style, ticker
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _PANELS = (
 )
 
 
+@remembers
 def batching(df: "pd.DataFrame", *, ax: Axes | Sequence[Axes] | None = None) -> Axes:
     """Time, submissions and weight bytes per token over T, log-log, one line an arm.
 

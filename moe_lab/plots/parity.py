@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.distance import COLUMNS
 from moe_lab.errors import LabError
+from moe_lab.plots.figure import remembers
 from moe_lab.plots.style import Axes, arm_styles, describe, need_columns, new_axes, style
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 _AXIS = {"relative": "|a − b| / rms(b)", "ulp": "distance in ULP of the output's dtype"}
 
 
+@remembers
 def parity(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Error histogram of one or more pairs of arms. `df`: rows of `error_bins`, one kind; counts on a log axis.
 

@@ -6,6 +6,7 @@ arm: medians taken column by column would not add up to any call that happened.
 
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.plots.figure import remembers
 from moe_lab.plots.style import HATCHES, PHASES, Axes, describe, ink_on, need_columns, new_axes, si, style
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def median_calls(df: "pd.DataFrame") -> "pd.DataFrame":
     return pd.DataFrame(rows).reset_index(drop=True)
 
 
+@remembers
 def phases(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Stacked horizontal bars of route / fetch / compute / other in ms, one bar a (layer, arm).
 

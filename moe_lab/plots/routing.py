@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moe_lab.plots.figure import remembers
 from moe_lab.plots.style import OKABE_ITO, Axes, describe, ink_on, mpl, need_columns, new_axes, style
 from moe_lab.trace import RoutingTrace
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _MOST_NUMBERED = 40  # experts a row; a number in a narrower cell cannot be read
 
 
+@remembers
 def load(df: "pd.DataFrame | RoutingTrace", *, ax: Axes | None = None) -> Axes:
     """Expert load over its layer's mean. `df`: columns layer, expert, assignments, or a RoutingTrace.
 

@@ -11,6 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.plots.figure import bundle
 
 try:
     import matplotlib as mpl
@@ -59,12 +60,15 @@ _RC: Any = {
 
 
 class LabFigure(Figure):
-    """A figure that tells a notebook, and so the exported page, what it shows: `.alt`, one or two sentences."""
+    """A figure that tells a notebook, and so the exported page, what it shows (`.alt`, one or two sentences) and from
+    which data.
+    """
 
     alt: str = ""
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-        return {"image/png": png(self), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+        data = {"image/png": png(self), "text/plain": self.alt, **bundle(self)}
+        return data, {"image/png": {"alt": self.alt}}
 
 
 @contextmanager

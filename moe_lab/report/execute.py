@@ -31,7 +31,7 @@ def execute(notebook: Any, folder: Path, where: str, *, timeout_s: float, progre
     too long or its kernel dies (a killed kernel is noticed within seconds).
     """
     nbclient = _nbclient()
-    titles = _titles(notebook)
+    named = titles(notebook)
     with TemporaryDirectory(prefix="moe-lab-") as sockets:
         client = nbclient.NotebookClient(
             notebook,
@@ -41,14 +41,14 @@ def execute(notebook: Any, folder: Path, where: str, *, timeout_s: float, progre
             shutdown_kernel="immediate",
         )
         with client.setup_kernel(cleanup_kc=True):  # without it a manager given from outside keeps its kernel running
-            for done, (index, title) in enumerate(titles.items(), start=1):
+            for done, (index, title) in enumerate(named.items(), start=1):
                 start = time.perf_counter()
                 try:
                     client.execute_cell(notebook["cells"][index], index)
                 except Exception as error:
                     raise CellError(where, done, title, _why(error, timeout_s)) from error
                 if progress is not None:
-                    progress(done, len(titles), title, time.perf_counter() - start)
+                    progress(done, len(named), title, time.perf_counter() - start)
             client.set_widgets_metadata()
 
 
@@ -95,7 +95,7 @@ def _kernel(sockets: Path) -> Any:
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter(), **place)
 
 
-def _titles(notebook: Any) -> dict[int, str]:
+def titles(notebook: Any) -> dict[int, str]:
     """Index of each code cell -> the last heading above it, or its own first line."""
     heading, titles = "", {}
     for index, cell in enumerate(notebook["cells"]):

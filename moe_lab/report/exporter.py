@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import MissingExtra
+from moe_lab.report.figures import data_links
+from moe_lab.report.record import page_json
 
 try:
     from jinja2 import pass_context
@@ -27,6 +29,16 @@ _PRIORITY = ["text/html", "text/markdown", "text/latex", "image/svg+xml", "image
 
 _NAMESPACE = (
     ' xmlns="http://www.w3.org/1998/Math/MathML"'  # HTML needs none; without it the page holds no address at all
+)
+
+# What the page's security policy keeps from being loaded; a reader should know that something is missing.
+_ELSEWHERE = re.compile(
+    r"<(?:script|img|iframe|link|source|video|audio|embed|object)\b[^>]*?\b(?:src|href|data)\s*=\s*[\"']?(?:https?:)?//",
+    re.I,
+)
+_NOT_LOADED = (
+    '<p class="moe-note">This page shows what is inside it alone: {} pictures, scripts or frames that the notebook '
+    "names elsewhere are not loaded.</p>"
 )
 
 
@@ -99,7 +111,10 @@ class MoeHTMLExporter(HTMLExporter):
     def from_notebook_node(self, nb: Any, resources: Any = None, **kw: Any) -> tuple[str, Any]:
         page, resources = super().from_notebook_node(nb, resources, **kw)
         # Comments in JupyterLab's CSS hold the only addresses left in the page (and 20 kB).
-        return re.sub(r"<style[^>]*>.*?</style>", _without_comments, page, flags=re.S), resources
+        page = re.sub(r"<style[^>]*>.*?</style>", _without_comments, page, flags=re.S)
+        if left_out := len(_ELSEWHERE.findall(page)):
+            page = page.replace("</main>", f"{_NOT_LOADED.format(left_out)}</main>", 1)
+        return page, resources
 
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
@@ -116,6 +131,8 @@ class MoeHTMLExporter(HTMLExporter):
         yield ("markdown2html", self.markdown2html)
         yield ("markdown2html_untrusted", self.markdown2html_untrusted)
         yield ("latex2html", latex2html)
+        yield ("data_links", data_links)
+        yield ("page_record", page_json)
 
     def _render(self, context: Any, source: str, *, escape: bool) -> str:
         renderer = MathRenderer(

@@ -1,18 +1,21 @@
 """Notebook in, executed page out: parameters, execution, environment stamp, export."""
 
+import html
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.files import replace_file
 from moe_lab.report.execute import CellError, Progress, execute
 from moe_lab.report.parameters import with_parameters
+from moe_lab.report.record import page_record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """A finished report. `path`: the HTML file; `notebook`: as executed; `seconds`: wall time from kernel start on."""
 
@@ -29,6 +32,13 @@ class Report:
             for output in cell.get("outputs", []):
                 parts.append(output.get("text") or output.get("data", {}).get("text/plain", ""))
         return "\n".join(part.rstrip("\n") for part in parts if part)
+
+    def __repr__(self) -> str:
+        return f"Report({str(self.path)!r}, {len(self.notebook['cells'])} cells, {self.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        link = f'<a href="{html.escape(quote(self.path.as_posix()))}">{html.escape(self.path.name)}</a>'
+        return f"<p>Report {link}: {len(self.notebook['cells'])} cells in {self.seconds:.1f} s</p>"
 
 
 def run(
@@ -47,11 +57,13 @@ def run(
     is called after each cell (`show_progress` prints a line). `timeout_s`: the most one cell may take.
 
     Raises LabError for a missing file, a notebook that is not Python or not a notebook, or an unknown parameter;
-    CellError when a cell fails: what was done until then is kept in `<out>.partial.html`.
+    CellError when a cell fails: what was done until then is kept in `<out>.partial.html`. A finished page holds the
+    notebook's cells, the parameters and the numbers it shows: `moe-lab reproduce PAGE` runs it again.
     """
     source = Path(notebook)
     target = Path(out) if out is not None else source.resolve().parent.parent / "reports" / f"{source.stem}.html"
-    made = with_parameters(_read(source), params, str(source))
+    notebook_read = _read(source)
+    made = with_parameters(notebook_read, params, str(source))
     notes = _fit_kernel(made, source)
     made["metadata"]["moe_lab"] = {"environment": environment(), "notes": notes}
     partial = target.with_suffix(".partial.html")
@@ -61,11 +73,12 @@ def run(
         execute(made, source.resolve().parent, str(source), timeout_s=timeout_s, progress=progress)
     except CellError as error:
         made["metadata"]["moe_lab"]["notes"] = [*notes, f"Not finished: cell {error.cell} ({error.title}) {error.why}"]
-        replace_file(partial, lambda part: part.write_text(to_html(made, source, theme)))
+        replace_file(partial, lambda part: part.write_text(to_html(made, source, theme), encoding="utf-8"))
         error.args = (f"{error.args[0]} What was done is in {partial}.",)
         raise
     seconds = time.perf_counter() - start
-    replace_file(target, lambda part: part.write_text(to_html(made, source, theme)))
+    made["metadata"]["moe_lab"]["record"] = page_record(source, notebook_read, params, made, target)
+    replace_file(target, lambda part: part.write_text(to_html(made, source, theme), encoding="utf-8"))
     partial.unlink(missing_ok=True)  # an earlier run's
     return Report(path=target, notebook=made, seconds=seconds)
 

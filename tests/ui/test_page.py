@@ -2,7 +2,10 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -45,6 +48,26 @@ def page(report: Path, browser: Any) -> Iterator[Any]:
     opened.goto(report.as_uri())
     yield opened
     opened.close()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, list[str]]]:
+    """A web server on this machine: its address, and the list of what it is asked for."""
+    asked: list[str] = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
 
 
 def visible_alt(page: Any) -> str:
@@ -92,6 +115,40 @@ def test_page_does_not_scroll_sideways(page: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+def test_data_link_saves_the_figures_frame(page: Any) -> None:
+    link = page.locator(".moe-data a").first
+    with page.expect_download() as started:
+        link.click()
+    assert started.value.suggested_filename == "phases.csv"
+    lines = Path(started.value.path()).read_text().splitlines()
+    assert lines[0].startswith("layer,arm,")
+    assert len(lines) == 1 + 4
+
+
+def test_a_foreign_notebook_stays_offline(browser: Any, tmp_path: Path) -> None:
+    """Their scripts run, but nothing that they or their pictures name is asked for."""
+    import nbformat
+
+    from moe_lab.report.run import to_html
+    from tests.support.foreign import foreign_notebook
+
+    with listening() as (address, asked):
+        book = foreign_notebook(tmp_path / "theirs.ipynb", address)
+        made = to_html(nbformat.read(book, as_version=4), book)
+        policy = 'http-equiv="Content-Security-Policy"'
+        assert policy in made
+        for content in (made, made.replace(policy, "")):
+            (tmp_path / "theirs.html").write_text(content)
+            page = browser.new_page()
+            page.goto((tmp_path / "theirs.html").as_uri())
+            page.wait_for_load_state("networkidle")
+            assert page.evaluate("window.ran") == "yes"
+            page.close()
+            if content is made:
+                assert asked == []
+        assert len(asked) > 4, "without the policy the same page asks for everything"
+
+
 CONTRAST = """() => {
   const rgb = c => (c.match(/[\\d.]+/g) || []).map(Number);
   const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -116,3 +173,25 @@ CONTRAST = """() => {
 
 def test_text_stands_out_from_its_ground(page: Any) -> None:
     assert page.evaluate(CONTRAST) == []
+
+
+def test_two_controls_show_their_combination(browser: Any, tmp_path: Path) -> None:
+    from moe_lab import explore
+    from tests.support.traces import random_trace
+
+    drawn = explore.routing(random_trace(40), ranges=[(0, 20), (20, 40)], layers=[0, 2])
+    (tmp_path / "pair.html").write_text(f"<!doctype html><meta charset=utf-8>{drawn.to_html()}")
+    page = browser.new_page()
+    page.goto((tmp_path / "pair.html").as_uri())
+    seen = []
+    for layer, tokens in ((0, 0), (1, 0), (1, 1), (0, 1)):
+        page.locator("select").nth(0).select_option(index=layer)
+        page.locator("select").nth(1).select_option(index=tokens)
+        seen.append(visible_alt(page).split(":")[0])
+    page.close()
+    assert seen == [
+        "layer 0, tokens 0 to 19",
+        "layer 2, tokens 0 to 19",
+        "layer 2, tokens 20 to 39",
+        "layer 0, tokens 20 to 39",
+    ]

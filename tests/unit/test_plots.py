@@ -15,6 +15,8 @@ import moe_lab as lab
 from moe_lab.distance import error_bins
 from moe_lab.plots.style import LabFigure, ink_on
 from tests.support import frames
+from tests.support.saved_runs import two_machines
+from tests.support.traces import random_trace, trace_of
 
 A = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
@@ -22,6 +24,14 @@ DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
     "load-heat": (lab.plot.load, frames.random_loads),
     "load-bars": (lab.plot.load, lambda: frames.random_loads(layers=1)),
     "batching": (lab.plot.batching, lambda: frames.sweep({"gemv": {1: 1.0, 8: 2.0}, "per_token": {1: 1.0, 8: 8.0}})),
+    "skew": (lab.plot.skew, lambda: lab.analysis.skew(random_trace())),
+    "coactivation": (lab.plot.coactivation, lambda: lab.analysis.coactivation(random_trace(), layers=[1])),
+    "reuse": (lab.plot.reuse, lambda: lab.analysis.reuse(random_trace())),
+    "union": (lab.plot.union, lambda: lab.analysis.union(random_trace())),
+    "union-one-layer": (lab.plot.union, lambda: lab.analysis.union(random_trace(), layers=[0])),
+    "next_layer": (lab.plot.next_layer, frames.predictions),
+    "runs": (lab.plot.runs, two_machines),
+    "flips": (lab.plot.flips, frames.flip_rates),
     "parity": (lab.plot.parity, lambda: error_bins(A + 1e-4, A, arm_a="gemv", arm_b="reference")),
 }
 EVERY = pytest.mark.parametrize("name", DRAWN)
@@ -174,3 +184,42 @@ def test_parity_refuses_mixed_kinds() -> None:
 )
 def test_text_reads_on_its_ground(colour: str, ink: str) -> None:
     assert ink_on(colour) == ink
+
+
+def test_coactivation_draws_one_layer() -> None:
+    with pytest.raises(lab.LabError, match=r"layers 0, 1, 2.*df\[df.layer == n\]"):
+        lab.plot.coactivation(lab.analysis.coactivation(random_trace()))
+
+
+def test_coactivation_puts_experts_that_meet_side_by_side() -> None:
+    picks = [[[0, 5]], [[2, 3]], [[1, 4]]] * 5 + [[[0, 2]], [[1, 3]], [[4, 5]]]
+    axes = lab.plot.coactivation(lab.analysis.coactivation(trace_of(picks, 6)))
+    order = [int(label.get_text()) for label in axes.get_xticklabels()]
+    places = {expert: place for place, expert in enumerate(order)}
+    assert {abs(places[a] - places[b]) for a, b in ((0, 5), (2, 3), (1, 4))} == {1}
+
+
+def test_union_title_compares_with_chance() -> None:
+    axes = lab.plot.union(lab.analysis.union(trace_of([[[0]], [[0]], [[1]], [[1]]] * 16, 2)))
+    assert axes.get_title(loc="left") == "8 successive tokens need 2.0 experts: 2 at most, 2.0 if independent"
+
+
+def test_reuse_title_names_the_first_control() -> None:
+    df = lab.analysis.reuse(trace_of([[[i // 10 % 2]] for i in range(200)], 2))
+    chance = df[(df["order"] == "shuffled") & (df["distance_to"] == 1)]["share_within"].item()
+    title = lab.plot.reuse(df).get_title(loc="left")
+    assert title == f"90% of picks repeat an expert of the token before; {chance:.0%} with the tokens shuffled"
+
+
+def test_next_layer_names_best_and_worst_pair_and_bands_many() -> None:
+    axes = lab.plot.next_layer(frames.predictions({"0→1": 0.4, "1→2": 0.8}))
+    assert axes.get_title(loc="left") == "At k' = 2 the next router finds 80% of 1→2's picks, 40% of 0→1's"
+    assert {"0→1", "1→2"} <= {text.get_text() for text in axes.texts}
+    many = lab.plot.next_layer(frames.predictions({f"{i}→{i + 1}": 0.5 for i in range(20)}))
+    assert not many.texts
+    assert len(many.lines) == 3
+
+
+def test_flips_title_has_the_widest_margin_that_flipped() -> None:
+    axes = lab.plot.flips(frames.flip_rates())
+    assert axes.get_title(loc="left") == "2.0% to 5.0% of tokens change experts, none with a margin of 1e-02 or more"
