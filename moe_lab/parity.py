@@ -13,11 +13,14 @@ import numpy as np
 import torch
 
 from moe_lab._types import Float, Tensor
-from moe_lab.arms import Arm
+from moe_lab.arms import ARMS, Arm
+from moe_lab.arms.guard import check_arm, is_own
+from moe_lab.card import card
 from moe_lab.distance import Kind, error_bins, ulp_distance
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.layer import MoELayer, Options
+from moe_lab.layer import MoELayer, MoEOutput, Options
 from moe_lab.routing import Routing
+from moe_lab.runs.record import Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +43,7 @@ class ParityReport:
 
     `table`: a row a pair with arm_a, arm_b, bit_equal, max_ulp, p999_ulp (in the output's dtype), nmse_ab (a against
     b), nmse_a and nmse_b (each against the fp32 reference). `first_difference` is None when every pair is bit-equal.
+    `checks`: a row an arm with arm, status (PASSED or INCORRECT, by the bounds that a benchmark goes by), nmse, reason.
     """
 
     table: "pd.DataFrame"
@@ -47,6 +51,19 @@ class ParityReport:
     reference: Tensor
     first_difference: Difference | None
     backend: str
+    checks: "pd.DataFrame"
+
+    def _repr_html_(self) -> str:
+        f = self.first_difference
+        where = f"{f.arm_a} {f.value_a:.6g}, {f.arm_b} {f.value_b:.6g} at [{f.token}, {f.column}]" if f else "none"
+        facts = {
+            "arms": ", ".join(f"{a} {s}" for a, s in zip(self.checks["arm"], self.checks["status"], strict=True)),
+            "rows": list(self.reference.shape),
+            "backend": self.backend,
+            "first difference": where,
+        }
+        head = ("arm_a", "arm_b", "bit_equal", "max_ulp", "nmse_ab", "nmse_a", "nmse_b")
+        return card("ParityReport", facts, head=head, rows=self.table[list(head)].itertuples(index=False))
 
     def bins(self, kind: Kind = "relative") -> "pd.DataFrame":
         """Histogram of the distances of every pair, for `lab.plot.parity`."""
@@ -82,6 +99,9 @@ def compare(
 ) -> ParityReport:
     """Run `arms` (at least two; names or objects) on the same rows and picks. LabError for fewer, or for names
     twice.
+
+    An arm of the user's is watched: what it must write is NaN before it starts, and a row left so, a row written that
+    is not its own, or an input changed is INCORRECT in `checks`, however small the error.
     """
     try:
         import pandas as pd
@@ -91,16 +111,44 @@ def compare(
         raise LabError(f"compare wants at least two arms, got {len(arms)}.")
     routing = layer.route(x) if routing is None else routing
     outputs: dict[str, Tensor] = {}
+    problems: dict[str, list[str]] = {}
     backend = ""
     for arm in arms:
-        y = layer(x, arm, routing=routing, options=options)
+        y, found = _run(layer, x, arm, routing, options)
         if y.arm in outputs:
             raise LabError(f"arm {y.arm!r} was named twice; name each arm once.")
-        outputs[y.arm], backend = y.out, y.timing.backend
+        outputs[y.arm], problems[y.arm], backend = y.out, found, y.timing.backend
     reference = layer(x.float(), "reference", routing=routing, options=Options(stores="fp32")).out
     rows = [_pair(a, b, outputs[a], outputs[b], reference) for a, b in combinations(outputs, 2)]
     firsts = (_first(a, b, outputs[a], outputs[b]) for a, b in combinations(outputs, 2))
-    return ParityReport(pd.DataFrame(rows), outputs, reference, next((f for f in firsts if f), None), backend)
+    checks = pd.DataFrame([_check(name, outputs[name], reference, problems[name]) for name in outputs])
+    return ParityReport(pd.DataFrame(rows), outputs, reference, next((f for f in firsts if f), None), backend, checks)
+
+
+def _run(
+    layer: MoELayer, x: Tensor, arm: str | Arm, routing: Routing, options: Options | None
+) -> tuple[MoEOutput, list[str]]:
+    """One arm's output, and what a user's arm did that it must not."""
+    from moe_lab.bench.watch import Watched  # bench goes by this module's `bits`
+
+    if isinstance(arm, str) or is_own(arm, ARMS):
+        return layer(x, arm, routing=routing, options=options), []
+    check_arm(arm, ARMS)
+    watched = Watched(arm)
+    watched.name = arm.name
+    y = layer(x.clone(), watched, routing=routing, options=options)  # the other arms get the rows as they were
+    return y, list(dict.fromkeys(watched.problems))
+
+
+def _check(name: str, out: Tensor, reference: Tensor, problems: list[str]) -> dict[str, object]:
+    """A row of `checks`. Rows in which the reference itself is not finite are not judged."""
+    from moe_lab.bench.check import too_far
+
+    known = reference.isfinite().all(-1)
+    error, wrong = too_far(out[known], reference[known], "bench/layer")
+    reasons = problems or ([wrong] if wrong else [])
+    status = Status.INCORRECT if reasons else Status.PASSED
+    return {"arm": name, "status": status.value, "nmse": error, "reason": "; ".join(reasons)}
 
 
 def _pair(name_a: str, name_b: str, a: Tensor, b: Tensor, reference: Tensor) -> dict[str, object]:

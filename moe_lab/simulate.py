@@ -91,10 +91,7 @@ def simulate(
     `expert_bytes` (a number, or one a layer), NaN without it. Raises LabError for what cannot be simulated.
     """
     layers, requests = _requests(trace, step_tokens)
-    for policy in policies:
-        if isinstance(policy, str) and policy not in (*POLICIES, BELADY):
-            known = ", ".join((*POLICIES, BELADY))
-            raise LabError(f"unknown eviction policy {policy!r}; wanted {known} or an object of your own.")
+    _check_policies(policies)
     rows = []
     most = max(len({key for _, keys in requests for key in keys}), len(layers), 1)
     for slots in [capacity] if isinstance(capacity, Integral) else list(capacity):  # type: ignore[arg-type]
@@ -108,6 +105,18 @@ def simulate(
             counts = _replay(groups, shares, policy)
             rows += [(policy_name(policy), int(slots), *_row(n, *counts[n], expert_bytes)) for n in layers]
     return _frame(rows)
+
+
+def _check_policies(policies: Sequence[str | Policy | Any]) -> None:
+    """LabError for an unknown name, an object that is no policy, or two policies that the rows could not tell apart."""
+    known: dict[str, type] = {BELADY: Belady}
+    for policy in policies:
+        if isinstance(policy, str) and policy not in (*POLICIES, BELADY):
+            names = ", ".join((*POLICIES, BELADY))
+            raise LabError(f"unknown eviction policy {policy!r}; wanted {names} or an object of your own.")
+        kind = Belady if policy == BELADY else type(policy_factory(policy)())
+        if known.setdefault(policy_name(policy), kind) is not kind:
+            raise LabError(f"two eviction policies are called {policy_name(policy)!r}; give yours a `name` of its own.")
 
 
 def _replay(

@@ -161,7 +161,9 @@ class TestNaming:
 
     @pytest.mark.parametrize("given", [3, object(), dict], ids=["number", "object", "class-without-hooks"])
     def test_anything_else_is_refused_naming_the_hooks(self, given):
-        with pytest.raises(LabTypeError, match="on_hit, on_insert, on_evict, victim"):
+        with pytest.raises(
+            LabTypeError, match=r"lacks on_hit\(key\), on_insert\(key\), on_evict\(key\), victim\(candidates\)"
+        ):
             make_policy(given)
 
     def test_names_for_tables(self):

@@ -43,11 +43,11 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-def run(python: str, *arguments: str, cwd: Path) -> str:
+def run(python: str, *arguments: str, cwd: Path, **variables: str) -> str:
     # nbconvert's stock templates are data files of the environment whose packages are borrowed.
     # PYTHONPATH would put a checkout before the installed wheel.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["JUPYTER_PATH"] = str(Path(sys.prefix) / "share" / "jupyter")
+    environment |= {"JUPYTER_PATH": str(Path(sys.prefix) / "share" / "jupyter"), **variables}
     done = subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -92,3 +92,21 @@ def test_installed_wheel_has_its_command(python: str, tmp_path: Path) -> None:
 def test_installed_wheel_says_where_the_small_model_is(python: str, tmp_path: Path) -> None:
     code = "import moe_lab as lab\ntry:\n    lab.sample()\nexcept lab.LabError as error:\n    print(error)"
     assert "MOE_LAB_DATA" in run(python, "-c", code, cwd=tmp_path)
+
+
+def test_your_own_runs_from_an_empty_folder(python: str, tmp_path: Path) -> None:
+    """The notebook with user's own objects needs the wheel, the folder that holds the small model, and no checkout."""
+    shutil.copy(ROOT / "notebooks" / "07_your_own.ipynb", tmp_path)
+    code = (
+        "import moe_lab, sys\nfrom moe_lab.report import run\n"
+        "made = run('07_your_own.ipynb', 'page.html', tokens=32, decoded=6, folder=sys.argv[1])\n"
+        "print(made.path.name, moe_lab.__file__)"
+    )
+    written = tmp_path / "written"
+    written.mkdir()
+    page, package = run(python, "-c", code, str(written), cwd=tmp_path, MOE_LAB_DATA=str(ROOT / "data")).split()[-2:]
+    assert not package.startswith(str(ROOT))
+    assert "INCORRECT" in (tmp_path / page).read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"07_your_own.ipynb", "page.html", "written"}
+    assert len(list((written / "runs").glob("*.parquet"))) == 2
+    assert "interpreter" in (written / "judged.csv").read_text()
