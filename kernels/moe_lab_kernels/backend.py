@@ -21,6 +21,7 @@ try:
     import triton
     import triton.language as tl
     from triton import jit
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.runtime.jit import JITFunction
 except ImportError:
 
@@ -37,7 +38,7 @@ except ImportError:
             return self
 
     triton, JITFunction = None, object  # nothing counts as interpreted
-    tl = jit = _Absent()
+    tl = jit = gdc_launch_dependents = gdc_wait = _Absent()
 
 Backend = Literal["cuda", "interpreter"]
 
@@ -144,6 +145,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         count.by_kernel[kernel.__name__] += 1
     with on_device(device):
         kernel[grid](*args, enable_fp_fusion=False, **meta)
+
+
+def early_start(wanted: bool, backend: Backend) -> dict[str, bool]:
+    """Launch options with which a kernel that waits by itself may start while the one before still runs (programmatic
+    dependent launch, from compute capability 9.0 on). None in the interpreter, and where it was not asked for."""
+    return {"launch_pdl": True} if wanted and backend == "cuda" else {}
 
 
 def next_power_of_2(n: int) -> int:

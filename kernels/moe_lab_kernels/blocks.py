@@ -35,7 +35,8 @@ BLOCKS: dict[str, Block] = {
     "nvfp4": Block(64, 36, 16, 4),
 }
 
-GEMV_FORMATS = ("q2_k", "q3_k", "q8_0")  # those that `decode.part` multiplies as they lie
+# those that `decode_part.part` multiplies as they lie
+GEMV_FORMATS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4")
 
 
 def block_of(op: str, format: str) -> Block:
@@ -53,3 +54,8 @@ def gemv_row_bytes(format: str, kd: int) -> int:
     if kd < block.values or kd % block.values:
         raise LabError(f"{format} rows hold whole blocks of {block.values} values, got Kd={kd}.")
     return kd // block.values * block.bytes
+
+
+def gemv_alignment(format: str) -> int:
+    """Bytes to a multiple of which a GEMV kernel's rows start: q4_k and q5_k are read eight bytes at a time."""
+    return 8 if format in ("q4_k", "q5_k") else BLOCKS[format].alignment

@@ -1,4 +1,4 @@
-"""One step of a raw weight format: blocks times q8_1 codes, as per-lane fp32 parts.
+"""Steps of q2_k, q3_k and q8_0 for `decode_part.part`: blocks times q8_1 codes, as per-lane fp32 parts.
 
 A step covers consecutive blocks of a row; each block is shared by a few lanes. A lane multiplies its own words of codes
 with `dp4a`, folds the sub-block scales in with `dp2a`, and only then meets a float. Lane order, the order of additions
@@ -30,30 +30,7 @@ from moe_lab_kernels.primitives import dp2a, dp4a, funnel, pair, sum4
 
 
 @jit
-def part(w, x, d8, block, sub, there, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 parts [R, ROWS, LANES] of one step.
-
-    w: uint8 pointers [1, ROWS, 1] to weight rows; x int8 and d8 fp16 pointers [R, 1, 1] to activation rows; block, sub
-    int32 [1, 1, LANES], sub < PER_BLOCK lanes a block; `there` masks activations [R, 1, LANES], weight addresses are
-    always valid.
-    """
-    half: tl.constexpr = PER_BLOCK // 2
-    if FORMAT == "q2_k":
-        out = _q2_k(
-            w + block * 84, x + block * 256, d8 + block * 8, sub // half, sub % half, there, PER_BLOCK == 4, NATIVE
-        )
-    elif FORMAT == "q3_k":
-        out = _q3_k(
-            w + block * 110, x + block * 256, d8 + block * 8, sub // half, sub % half, there, PER_BLOCK == 4, NATIVE
-        )
-    else:
-        tl.static_assert(FORMAT == "q8_0")
-        out = _q8_0(w + block * 34, x + block * 32, tl.max_contiguous(d8 + block, [1, 1, 2]), sub, there, NATIVE)
-    return out
-
-
-@jit
-def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def q2_k(w, x, ordered, d8, h, k, there, WIDE: tl.constexpr, STRIDE: tl.constexpr, NATIVE: tl.constexpr):
     words = w.to(tl.pointer_type(tl.int32), bitcast=True)
     at = words + 4 + 8 * h + (2 * k if WIDE else k)
     a0, a1 = tl.load(tl.max_contiguous(at, [1, 1, 2])), tl.load(tl.max_contiguous(at + 4, [1, 1, 2]))
@@ -66,7 +43,7 @@ def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     scales01, scales23 = packed01 & 0x0F0F0F0F, packed23 & 0x0F0F0F0F
     mins01, mins23 = (packed01 >> 4) & 0x0F0F0F0F, (packed23 >> 4) & 0x0F0F0F0F
     for j in tl.static_range(4):
-        x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
+        x0, y0, x1, y1, s8 = _activations(x, ordered, d8, h, k, j, there, WIDE, STRIDE)
         up, mask = 2 * (j % 2), 0x03030303 << (2 * (j % 2))  # codes of group j, times 4 when j is odd
         idot0, idot1 = (
             dp4a((a0 >> (2 * j - up)) & mask, x0, 0, NATIVE),
@@ -86,7 +63,7 @@ def _q2_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
-def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def q3_k(w, x, ordered, d8, h, k, there, WIDE: tl.constexpr, STRIDE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes are low + 4 high (0..7) less 4; the 4 is taken off through the activations' sum."""
     odd = w.to(tl.int64).to(tl.int32) & 2
     words, shift = (w - odd).to(tl.pointer_type(tl.int32), bitcast=True), 8 * odd
@@ -104,7 +81,7 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
     scales23 = _minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
     for j in tl.static_range(4):
-        x0, y0, x1, y1, s8 = _activations(x, d8, h, k, j, there, WIDE)
+        x0, y0, x1, y1, s8 = _activations(x, ordered, d8, h, k, j, there, WIDE, STRIDE)
         up, mask, third = 2 * (j % 2), 0x03030303 << (2 * (j % 2)), 0x04040404 << (2 * (j % 2))
         code0 = ((a0 >> (2 * j - up)) & mask) | ((high_a0 << (2 + up - j)) & third)
         code1 = ((a1 >> (2 * j - up)) & mask) | ((high_a1 << (2 + up - j)) & third)
@@ -123,7 +100,7 @@ def _q3_k(w, x, d8, h, k, there, WIDE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
-def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
+def q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
     """32-value blocks of four lanes; a lane holds words 2 sub and 2 sub + 1 of the eight behind the scale."""
     d = tl.load(tl.max_contiguous(w.to(tl.pointer_type(tl.float16), bitcast=True), [1, 1, 2])).to(tl.float32)
     w += 2
@@ -141,12 +118,11 @@ def _q8_0(w, x, d8, sub, there, NATIVE: tl.constexpr):
 
 
 @jit
-def _activations(x, d8, h, k, j, there, WIDE: tl.constexpr):
+def _activations(x, ordered, d8, h, k, j, there, WIDE: tl.constexpr, STRIDE: tl.constexpr):
     """The lane's words of codes at group j of a 256-block, for quarter 0 and quarter 1, and the scale they share."""
     if WIDE:
-        at = (x + (128 * h + 32 * j + 8 * k)).to(tl.pointer_type(tl.int64), bitcast=True)
-        xy0 = tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0)
-        xy1 = tl.load(tl.max_contiguous(at + 2, [1, 1, 2]), mask=there, other=0)
+        xy0 = eight_codes(x, 128 * h + 32 * j + 8 * k, ordered, 2 * j, there, STRIDE)
+        xy1 = eight_codes(x, 128 * h + 32 * j + 16 + 8 * k, ordered, 2 * j + 1, there, STRIDE)
         x0, y0, x1, y1 = xy0.to(tl.int32), (xy0 >> 32).to(tl.int32), xy1.to(tl.int32), (xy1 >> 32).to(tl.int32)
     else:
         at = (x + (128 * h + 32 * j + 4 * k)).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -155,6 +131,17 @@ def _activations(x, d8, h, k, j, there, WIDE: tl.constexpr):
         y0, y1 = x0, x1
     s8 = tl.load(tl.max_contiguous(d8 + (4 * h + j), [1, 1, 2]), mask=there, other=0)
     return x0, y0, x1, y1, s8.to(tl.float32)
+
+
+@jit
+def eight_codes(x, plain, ordered, i, there, STRIDE: tl.constexpr):
+    """A lane's i-th unit of eight codes as an int64: at byte `plain` of the block, or, where rows are in lane order, i
+    STRIDEs behind the lane's first."""
+    at = x + plain
+    if STRIDE:
+        at = ordered + i * STRIDE
+    at = at.to(tl.pointer_type(tl.int64), bitcast=True)
+    return tl.load(tl.max_contiguous(at, [1, 1, 2]), mask=there, other=0)
 
 
 @jit

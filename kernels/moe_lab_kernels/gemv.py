@@ -6,14 +6,12 @@ the next 4 find the tile in the cache. Reads N * row_bytes a chunk (plus Kd code
 Formats q2_k, q3_k, q8_0; their arithmetic is in `decode`.
 
 A row's bits depend on its own codes and weights alone: not on how many rows the chunk holds, on P, on the tile or on
-the machine. Each lane adds its parts step after step, then lanes are added in a butterfly (distance 16, 8, 4, 2, 1)
-that the code spells out; `gemv_ref` adds in the same order and so gives the same bits.
+the machine. `gemv_body` says in which order it is added; `gemv_ref` adds likewise and so gives the same bits.
 
 Knows nothing about experts, routing or residency: a slot is a slot. Pairs in no chunk keep what `out` held before; a
 chunk without rows, or with a slot outside 0..S-1, writes nothing (tables made on a device are padded with such).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,58 +20,61 @@ from moe_lab._types import Int32, Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.blocks import BLOCKS, gemv_alignment, gemv_row_bytes
 from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
-from moe_lab_kernels.decode import part
-from moe_lab_kernels.decode_ref import BLOCK_VALUES, lanes_per_block, part_ref, row_bytes
+from moe_lab_kernels.decode_ref import Lanes, lanes_of, matvec_ref
+from moe_lab_kernels.gemv_body import lane_sums
+from moe_lab_kernels.lane_rows import LaneRows, Rows, lane_index, to_plain
 from moe_lab_kernels.primitives import butterfly, offset64, round_to
 from moe_lab_kernels.tiles import MAX_SHARED, TILE_INTERPRETER, TILE_MANY, TILE_ONE, Tile
 
 MAX_CHUNK_ROWS = 8
 MAX_GRID_Y = 65_535
-LANES = 32
-ROW_ALIGNMENT = {"q2_k": 4, "q3_k": 2, "q8_0": 2}
+TOTALS_NEEDED = ("q4_0",)
 
 
 @jit
-def _strip(codes, scale, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, n_pairs, codes_stride, scale_stride,
-           w_row_stride, out_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, SCATTER: tl.constexpr,
-           R: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _strip(codes, scale, total, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, n_pairs, codes_stride,
+           scale_stride, total_stride, w_row_stride, out_stride, FORMAT: tl.constexpr, LANES: tl.constexpr,
+           PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, ORDERED: tl.constexpr, SCATTER: tl.constexpr, R: tl.constexpr,
+           STRIP: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """STRIP weight rows from n0 on, times up to R rows of one chunk. Axes of each tensor: x row, weight row, lane."""
     p = first + tl.arange(0, R)[:, None, None]
     mine = (p < first + n) & (p >= 0) & (p < n_pairs)
     row = tl.load(row_of + p, mask=mine, other=-1)
     known = (row >= 0) & (row < n_x)
-    n_row = n0 + tl.arange(0, STRIP)[None, :, None]
-    # Rows past N read row N - 1 again and are not stored, lanes past the last block read it again against zeros: the
-    # loop needs no mask on weights.
+    # 32 // LANES weight rows side by side; rows past N read row N - 1 again and are not stored
+    each: tl.constexpr = 32 // LANES
+    lane = tl.arange(0, 32)[None, None, :]
+    n_row = n0 + tl.arange(0, STRIP // each)[None, :, None] * each + lane // LANES
     w_row = w + offset64(tl.minimum(n_row, N - 1), w_row_stride)
     x, d8 = codes + offset64(row, codes_stride), scale + offset64(row, scale_stride)
-    lane = tl.arange(0, 32)[None, None, :]
-    acc = tl.zeros((R, STRIP, 32), tl.float32)
-    for first_block in range(0, blocks, 32 // PER_BLOCK):
-        block = first_block + lane // PER_BLOCK
-        there = known & (block < blocks)
-        acc += part(w_row, x, d8, tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, PER_BLOCK, NATIVE)
-    total = round_to(butterfly(acc), out.dtype.element_ty)
+    acc = lane_sums(w_row, x, d8, total + offset64(row, total_stride), known, blocks, R, STRIP // each, FORMAT, LANES,
+                    PER_BLOCK, VALUES, ORDERED, NATIVE)  # fmt: skip
+    sums = round_to(butterfly(acc, LANES), out.dtype.element_ty)
     to = p
     if SCATTER:
         to = tl.load(out_row + p, mask=mine, other=0)
-    at = out + offset64(to, out_stride) + n_row + lane * 0
-    tl.store(at, total, mask=mine & (n_row < N) & (lane == 0))
+    at = out + offset64(to, out_stride) + n_row
+    tl.store(at, sums, mask=mine & (n_row < N) & (lane % LANES == 0))
 
 
-POINTERS = ["codes", "scale", "row_of", "out_row", "chunks", "w", "w2", "out", "out2"]
+POINTERS = ["codes", "scale", "total", "row_of", "out_row", "chunks", "w", "w2", "out", "out2"]
 SIZES = ["N", "blocks", "n_slots", "n_x", "n_pairs"]
-STRIDES = [f"{name}_stride" for name in ("codes", "scale", "w_slot", "w_row", "w2_slot", "w2_row", "out", "out2")]
+STRIDES = [
+    f"{name}_stride" for name in ("codes", "scale", "total", "w_slot", "w_row", "w2_slot", "w2_row", "out", "out2")
+]
 
 
 # Not specialised on sizes, strides or addresses: no access is wider than its element, so that would only multiply
 # compilations.
 @jit(do_not_specialize=SIZES + STRIDES, do_not_specialize_on_alignment=POINTERS)
-def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, n_slots, n_x, n_pairs,
-          codes_stride, scale_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride, out_stride,
-          out2_stride, FORMAT: tl.constexpr, PER_BLOCK: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
-          SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _gemv(codes, scale, total, row_of, out_row, chunks, w, w2, out, out2, N, blocks, n_slots, n_x, n_pairs,
+          codes_stride, scale_stride, total_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride,
+          out_stride, out2_stride, FORMAT: tl.constexpr, LANES: tl.constexpr, PER_BLOCK: tl.constexpr,
+          VALUES: tl.constexpr, ORDERED: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
+          SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+          NATIVE: tl.constexpr):  # fmt: skip
     """Program = (chunk, tile of rows, weight); chunks on grid x because y and z stop at 65,535."""
     chunk, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(chunks + 3 * chunk)
@@ -89,14 +90,16 @@ def _gemv(codes, scale, row_of, out_row, chunks, w, w2, out, out2, N, blocks, n_
         for size in tl.static_range(3):  # the smallest program of 1, 2 or 4 rows that holds what is left
             if (1 << size) <= SHARED:  # noqa: SIM102 (likewise)
                 if (left > (1 << size) // 2) & (left <= (1 << size)):
-                    for n0 in range(tile * ROWS, tile * ROWS + ROWS, min(ROWS, SUMS >> size)):
-                        _strip(codes, scale, row_of, out_row, base, to, n0, first + done, left, N, blocks, n_x, n_pairs,
-                               codes_stride, scale_stride, row_stride, to_stride, FORMAT, PER_BLOCK, SCATTER, 1 << size,
-                               min(ROWS, SUMS >> size), NATIVE)  # fmt: skip
+                    # a thread holds as many sums whatever LANES is: fewer lanes a row, more rows a warp
+                    for n0 in range(tile * ROWS, tile * ROWS + ROWS, min(ROWS, 32 // LANES * (SUMS >> size))):
+                        _strip(codes, scale, total, row_of, out_row, base, to, n0, first + done, left, N, blocks, n_x,
+                               n_pairs, codes_stride, scale_stride, total_stride, row_stride, to_stride, FORMAT, LANES,
+                               PER_BLOCK, VALUES, ORDERED, SCATTER, 1 << size, min(ROWS, 32 // LANES * (SUMS >> size)),
+                               NATIVE)  # fmt: skip
 
 
 def gemv(
-    rows: Sequence[Tensor],
+    rows: Rows,
     row_of: Int32[Tensor, " P"],
     w: UInt8[Tensor, "S N row_bytes"],
     chunks: Int32[Tensor, "C 3"],
@@ -111,33 +114,36 @@ def gemv(
 ) -> Tensor:
     """Write out[p] [P, N] for every pair of every chunk, and with `w2`, w2's into `out2` in the same launch (Triton).
 
-    rows: (codes int8 [R, Kd], scale fp16 [R, Kd / 32], ..); row_of[p]: the row that pair p uses; w: raw blocks, strided
-    over slots and rows at will; chunks: (slot, first pair, rows); out: fp32, fp16 or bf16, rounded once. `out_row`:
-    pair p goes to row out_row[p] instead of row p, and out may have any number of rows (values are not checked).
+    rows: (codes int8 [R, Kd], scale and, which q4_0 alone reads, total fp16 [R, Kd / 32]); row_of[p]: the row that pair
+    p uses; w: raw blocks, strided over slots and rows at will; chunks: (slot, first pair, rows); out: fp32, fp16 or
+    bf16, rounded once. `out_row`: pair p goes to row out_row[p] instead of row p, and out may have any number of rows
+    (values are not checked).
     `max_rows` (1, 2, 4 or 8): the most rows a chunk is said to hold, so that decode runs a smaller program; larger
     chunks are computed all the same. Returns `out`. LabError when shapes, strides, devices or the format disagree.
     """
-    codes, scale = rows[0], rows[1]
-    _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    (codes, scale, total), strides = activation_rows(rows)
     tensors = {"codes": codes, "scale": scale, "row_of": row_of, "w": w, "chunks": chunks, "out": out}
     on = backend.serve("gemv", **tensors, w2=w2, out2=out2, out_row=out_row)
-    n, kd = w.shape[1], codes.shape[1]
+    n, kd = w.shape[1], width_of(rows)
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
         measured = TILE_ONE if max_rows == 1 else TILE_MANY
         tile = measured if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
-    tiles, two, scatter = -(-n // tile.rows), w2 is not None, out_row is not None
+    lanes, ordered = walk_of("gemv", rows, format, tile.lanes)
+    height = max(tile.rows, 32 // lanes.row)
+    tiles, two, scatter = -(-n // height), w2 is not None, out_row is not None
     if tiles > MAX_GRID_Y:
-        raise LabError(f"gemv: N={n} in tiles of {tile.rows} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")
+        raise LabError(f"gemv: N={n} in tiles of {height} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")
     second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
-    lanes = tile.lanes or lanes_per_block(format, kd)
     backend.launch(
         _gemv,
         (len(chunks), tiles, 1 + two),
-        *(codes, scale, row_of, row_of if out_row is None else out_row, chunks, w, second, out, to_second),
-        *(n, kd // BLOCK_VALUES[format], len(w), len(codes), len(row_of)),
-        *(codes.stride(0), scale.stride(0), *w.stride()[:2], *second.stride()[:2], out.stride(0), to_second.stride(0)),
-        *(format, lanes, two, scatter, min(max_rows, MAX_SHARED), tile.rows, tile.sums, backend.has_dp4a(on)),
+        *(codes, scale, total, row_of, row_of if out_row is None else out_row, chunks, w, second, out, to_second),
+        *(n, kd // BLOCKS[format].values, len(w), len(codes), len(row_of)),
+        *(*strides, *w.stride()[:2], *second.stride()[:2], out.stride(0), to_second.stride(0)),
+        *(format, *lanes, BLOCKS[format].values, ordered, two, scatter),
+        *(min(max_rows, MAX_SHARED), height, tile.sums, backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -146,7 +152,7 @@ def gemv(
 
 
 def gemv_ref(
-    rows: Sequence[Tensor],
+    rows: Rows,
     row_of: Int32[Tensor, " P"],
     w: UInt8[Tensor, "S N row_bytes"],
     chunks: Int32[Tensor, "C 3"],
@@ -160,8 +166,9 @@ def gemv_ref(
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch, bit for bit; of `tile` only the lanes mean something here. Slow: for tests."""
-    codes, scale = rows[0], rows[1]
-    _check(codes, scale, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    rows, lanes = to_plain(rows), rows.lanes if isinstance(rows, LaneRows) else tile.lanes if tile else None
+    codes = rows[0]
     for slot, first, n in chunks.tolist():
         begin, end = max(first, 0), min(first + n, len(row_of))
         if not 0 <= slot < len(w) or begin >= end:
@@ -170,55 +177,76 @@ def gemv_ref(
         row = row_of[pairs].long()
         known = (row >= 0) & (row < len(codes))
         index = torch.where(known, row, 0)
-        x = codes[index] * known[:, None], scale[index] * known[:, None]
+        x = tuple(t[index] * known[:, None] for t in rows)
         to = pairs if out_row is None else out_row[pairs].long()
         for weight, target in ((w, out), (w2, out2)):
             if weight is not None and target is not None:
-                target[to] = matvec_ref(weight[slot], *x, format, tile.lanes if tile else None).to(target.dtype)
+                target[to] = matvec_ref(weight[slot], x, format, lanes).to(target.dtype)
     return out
 
 
-def matvec_ref(
-    raw: UInt8[Tensor, "N row_bytes"], codes: Tensor, scale: Tensor, format: str, lanes: int | None = None
-) -> Tensor:
-    """fp32 [R, N] of one weight in `gemv`'s order: steps in sequence a lane, then the butterfly over 32 lanes."""
-    lanes_each = lanes or lanes_per_block(format, codes.shape[1])
-    parts = part_ref(raw, codes, scale, format, lanes_each)
-    per_step = LANES // lanes_each
-    missing = -parts.shape[2] % per_step
-    steps = torch.nn.functional.pad(parts, (0, 0, 0, missing)).unflatten(2, (-1, per_step)).flatten(-2)
-    acc = torch.zeros_like(steps[:, :, 0])
-    for step in range(steps.shape[2]):
-        acc = acc + steps[:, :, step]
-    while acc.shape[-1] > 1:
-        half = acc.shape[-1] // 2
-        acc = acc[..., :half] + acc[..., half:]
-    return acc.squeeze(-1)
-
-
-def _check(codes: Tensor, scale: Tensor, row_of: Tensor, w: Tensor, chunks: Tensor, format: str, out: Tensor,
+def _check(rows: Rows, row_of: Tensor, w: Tensor, chunks: Tensor, format: str, out: Tensor,
            w2: Tensor | None, out2: Tensor | None, out_row: Tensor | None, max_rows: int) -> None:  # fmt: skip
     """Everything that shapes, dtypes and strides can tell."""
-    expect("gemv", "codes", codes, [torch.int8], ["R", "Kd"])
-    wanted = row_bytes(format, codes.shape[1])
-    expect("gemv", "scale", scale, [torch.float16], [len(codes), codes.shape[1] // 32])
-    expect("gemv", "row_of", row_of, [torch.int32], ["P"])
-    expect("gemv", "chunks", chunks, [torch.int32], ["C", 3])
-    expect("gemv", "w", w, [torch.uint8], ["S", "N", wanted])
-    if max_rows not in (1, 2, 4, MAX_CHUNK_ROWS):
-        raise LabError(f"gemv: max_rows={max_rows}; it must be 1, 2, 4 or {MAX_CHUNK_ROWS}.")
+    check_operands("gemv", rows, row_of, w, chunks, format, out_row, max_rows)
     if (w2 is None) != (out2 is None):
         raise LabError("gemv: w2 and out2 come together, got only one of them.")
-    if out_row is not None:
-        expect("gemv", "out_row", out_row, [torch.int32], [len(row_of)])
-        expect_contiguous("gemv", "out_row", out_row)
     for name, weight, to in (("w", w, out), ("w2", w2, out2)):
         if weight is not None and to is not None:
             expect("gemv", name, weight, [torch.uint8], w.shape)
             expect("gemv", name.replace("w", "out"), to, FLOATS, [len(row_of) if out_row is None else "P", w.shape[1]])
-            expect_rows("gemv", name, weight, ROW_ALIGNMENT[format])
+            expect_rows("gemv", name, weight, gemv_alignment(format))
             expect_rows("gemv", name.replace("w", "out"), to)
-    expect_rows("gemv", "codes", codes, 8)
-    expect_rows("gemv", "scale", scale)
-    expect_contiguous("gemv", "row_of", row_of)
-    expect_contiguous("gemv", "chunks", chunks)
+
+
+def activation_rows(rows: Rows) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
+    """codes, scale and total (where no format asks for totals, scale stands in for them), and their rows' strides."""
+    codes, scale, total = rows[0], rows[1], rows[2] if len(rows) > 2 else rows[1]
+    return (codes, scale, total), (codes.stride(0), scale.stride(0), total.stride(0))
+
+
+def check_operands(op: str, rows: Rows, row_of: Tensor, w: Tensor, chunks: Tensor, format: str,
+                   out_row: Tensor | None, max_rows: int, name: str = "w") -> None:  # fmt: skip
+    """What grouped products have in common: activation rows, one weight, the pairs and their chunks."""
+    check_rows(op, rows, format)
+    expect(op, "row_of", row_of, [torch.int32], ["P"])
+    expect(op, "chunks", chunks, [torch.int32], ["C", 3])
+    expect(op, name, w, [torch.uint8], ["S", "N", gemv_row_bytes(format, width_of(rows))])
+    expect_rows(op, name, w, gemv_alignment(format))
+    if max_rows not in (1, 2, 4, MAX_CHUNK_ROWS):
+        raise LabError(f"{op}: max_rows={max_rows}; it must be 1, 2, 4 or {MAX_CHUNK_ROWS}.")
+    if out_row is not None:
+        expect(op, "out_row", out_row, [torch.int32], [len(row_of)])
+        expect_contiguous(op, "out_row", out_row)
+    expect_contiguous(op, "row_of", row_of)
+    expect_contiguous(op, "chunks", chunks)
+
+
+def width_of(rows: Rows) -> int:
+    """Kd of activation rows: in lane order the codes are padded."""
+    return 32 * rows[1].shape[1] if isinstance(rows, LaneRows) else rows[0].shape[1]
+
+
+def walk_of(op: str, rows: Rows, format: str, lanes: Lanes | None) -> tuple[Lanes, int]:
+    """How weight rows are walked, and 1 where the activations lie in that order."""
+    if not isinstance(rows, LaneRows):
+        return lanes or lanes_of(format, width_of(rows)), 0
+    if rows.format != format or (lanes is not None and lanes != rows.lanes):
+        raise LabError(f"{op}: rows in lane order for {rows.format} and {rows.lanes} met {format} and {lanes}.")
+    return rows.lanes, 1
+
+
+def check_rows(op: str, rows: Rows, format: str) -> None:
+    """Activation rows: dtypes, shapes, strides; sums where they are given, and q4_0 needs them."""
+    codes, scale, kd = rows[0], rows[1], width_of(rows)
+    padded = len(lane_index(format, kd, rows.lanes)) if isinstance(rows, LaneRows) else "Kd"
+    expect(op, "codes", codes, [torch.int8], ["R", padded])
+    gemv_row_bytes(format, kd)
+    expect(op, "scale", scale, [torch.float16], [len(codes), kd // 32])
+    expect_rows(op, "codes", codes, 8)
+    expect_rows(op, "scale", scale)
+    if len(rows) > 2:
+        expect(op, "total", rows[2], [torch.float16], scale.shape)
+        expect_rows(op, "total", rows[2])
+    elif format in TOTALS_NEEDED:
+        raise LabError(f"{op}: {format} needs rows of (codes, scale, total), got {len(rows)} tensors.")

@@ -38,14 +38,13 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @jit
-def butterfly(v):
-    """fp32 sums over the last of three axes (at most 32 lanes, a power of two), the same in every lane: of 32, lane i with
-    i ^ 16, then 8, 4, 2, 1."""
-    lanes: tl.constexpr = v.shape[2]
-    lane = tl.arange(0, lanes)[None, None, :]
+def butterfly(v, LANES: tl.constexpr):
+    """fp32 sums over the last of three axes (32 lanes), the same in every lane: lane i with i ^ 16, then 8, 4, 2, 1.
+    With fewer LANES (a power of two), each group of so many lanes has its own sum."""
+    lane = tl.arange(0, 32)[None, None, :]
     for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
-        if (lanes >> i) > 1:
-            v = v + tl.gather(v, tl.broadcast_to(lane ^ (lanes >> (i + 1)), v.shape), 2)
+        if (LANES >> i) > 1:
+            v = v + tl.gather(v, tl.broadcast_to(lane ^ (LANES >> (i + 1)), v.shape), 2)
     return v
 
 

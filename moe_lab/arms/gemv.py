@@ -11,10 +11,16 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
 from moe_lab.arms.integer import integer_matmul
-from moe_lab.formats import FORMATS, Q81Rows, quantize_q8_1
+from moe_lab.formats import FORMATS, quantize_q8_1
 from moe_lab.spec import MoESpec
+from moe_lab_kernels.blocks import GEMV_FORMATS
 
-KERNEL_FORMATS = ("q2_k", "q3_k", "q8_0")
+# q4_0 has a kernel, but ggml's formula for it takes the raw sums of activations, and the torch path below does not
+KERNEL_FORMATS = tuple(f for f in GEMV_FORMATS if f != "q4_0")
+# Gates for which one launch up to the hidden rows beat three. H200, qwen3's shape, microseconds a layer, three launches
+# / one: q8_0 T = 1, 4, 8: 25.4, 66, 118 / 23.0, 65, 113; q2_k: 17.1, 37, 69 / 17.1, 44, 76; q4_k: 24.5, 56, 92 / 31.9,
+# 99, 176; mxfp4 T = 1: 21.5 / 25.0. The bits are the same either way.
+GATED_FORMATS = ("q8_0",)
 
 
 def chunk_table(
@@ -94,10 +100,6 @@ def _has_integers(name: str) -> bool:
     return f is not None and f.integer_form(torch.zeros(1, f.row_bytes(f.block), dtype=torch.uint8)) is not None
 
 
-def _take(rows: Q81Rows, index: Tensor | slice) -> Q81Rows:
-    return Q81Rows(rows.codes[index], rows.scale[index], rows.total[index])
-
-
 def _torch_mlp(x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext) -> Tensor:
     """Down rows [P, D] of the pairs in order; each distinct row of x is quantised once."""
     rows = quantize_q8_1(x)
@@ -108,9 +110,9 @@ def _torch_mlp(x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Gr
         ctx.work.products += len(parts)
         return ctx.store(torch.cat(parts))
 
-    gate, up = (project(part, lambda s: _take(rows, token[s])) for part in ("gate", "up"))
+    gate, up = (project(part, lambda s: rows[token[s]]) for part in ("gate", "up"))
     hidden = quantize_q8_1(activate(gate, up, ctx))
-    return project("down", lambda s: _take(hidden, s))
+    return project("down", lambda s: hidden[s])
 
 
 def _kernel_mlp(
@@ -122,21 +124,31 @@ def _kernel_mlp(
     out: Tensor,
     out_row: Tensor,
 ) -> Tensor:
-    """The same through the Triton kernels, written to out[out_row]: quantise, gate + up, activation, quantise, down."""
-    from moe_lab_kernels import gemv
+    """The same through the Triton kernels, written to out[out_row]: quantise, gate + up, activation, quantise, down;
+    for `GATED_FORMATS` the middle three in one launch.
+    """
+    from moe_lab_kernels import gemv, gemv_gated, lane_rows
 
     table = torch.tensor(chunks, dtype=torch.int32, device=x.device).view(-1, 3)
     largest = 1 << max(0, max((rows for _, _, rows in chunks), default=1) - 1).bit_length()
-    pairs = len(token)
-    gate, up = (torch.empty(pairs, stack.gate.shape[1], dtype=ctx.store_dtype, device=x.device) for _ in range(2))
-    rows, row_of = quantize_q8_1(x), token.to(torch.int32)
-    gate_data, up_data = stack.gate.data, stack.up.data
-    if stack.gate.format == stack.up.format:
-        gemv.gemv(rows, row_of, gate_data, table, stack.gate.format, gate, w2=up_data, out2=up, max_rows=largest)
+    gate, up, down, row_of = stack.gate, stack.up, stack.down, token.to(torch.int32)
+    own = torch.arange(len(token), dtype=torch.int32, device=x.device)
+    if gate.format == up.format and gate.format in GATED_FORMATS:
+        rows = lane_rows.quantize_lanes(x, gate.format)
+        room = lane_rows.lane_rows("gemv", (len(token), gate.shape[1]), down.format, None, x.device)
+        how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "store": ctx.store_dtype}
+        more = {"out": room, "max_rows": largest, **how}
+        hidden = gemv_gated.gemv_gated(rows, row_of, gate.data, up.data, table, gate.format, **more)
     else:
-        gemv.gemv(rows, row_of, gate_data, table, stack.gate.format, gate, max_rows=largest)
-        gemv.gemv(rows, row_of, up_data, table, stack.up.format, up, max_rows=largest)
-    hidden = quantize_q8_1(activate(gate, up, ctx))
-    own = torch.arange(pairs, dtype=torch.int32, device=x.device)
+        made = [torch.empty(len(token), q.shape[1], dtype=ctx.store_dtype, device=x.device) for q in (gate, up)]
+        rows = lane_rows.quantize_lanes(x, gate.format)
+        if gate.format == up.format:
+            to, to2 = made
+            gemv.gemv(rows, row_of, gate.data, table, gate.format, to, w2=up.data, out2=to2, max_rows=largest)
+        else:
+            gemv.gemv(rows, row_of, gate.data, table, gate.format, made[0], max_rows=largest)
+            rows = lane_rows.quantize_lanes(x, up.format)
+            gemv.gemv(rows, row_of, up.data, table, up.format, made[1], max_rows=largest)
+        hidden = lane_rows.quantize_lanes(activate(made[0], made[1], ctx), down.format)
     target = out_row.to(torch.int32)
-    return gemv.gemv(hidden, own, stack.down.data, table, stack.down.format, out, out_row=target, max_rows=largest)
+    return gemv.gemv(hidden, own, down.data, table, down.format, out, out_row=target, max_rows=largest)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_lab_kernels.blocks import BLOCKS, GEMV_FORMATS
+from moe_lab_kernels.planar_layout import PIECES
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "compile_for_sm90.py"
 GEMV = {
@@ -16,6 +19,11 @@ GEMV = {
     "gemv-q3_k-bf16-rows8-scatter",
     "gemv-q8_0-f32-rows8",
     "gemv-q2_k-f32-rows1-twin",
+}
+FUSED = {f"gated-{format}-rows1" for format in GEMV_FORMATS} | {
+    "combined-q3_k",
+    "combined-q6_k",
+    "combined-mxfp4",
 }
 ONE_WARP = {
     "topk-R128-K8-normalised",
@@ -34,11 +42,25 @@ ROUTING = (
 )
 TENSOR_CORES = {"router-T1-bfloat16", "router-T300-bfloat16", "router-T3000-bfloat16"}
 ROUTERS = TENSOR_CORES | {"router-T1-bfloat16-1", "router-T300-bfloat16-1", "router-T3000-float32"}
-OTHERS = (
-    {
+DEQUANTIZE = {f"dequantize-{format}" for format in BLOCKS} | {f"dequantize-planar-{format}" for format in PIECES}
+FP4 = ("nvfp4_modelopt", "nvfp4_ct", "mxfp4_oss")
+SCALED = {f"scaled-{format}" for format in ("fp8_block", *FP4, "mxfp8", "int4_g64", "int8_g64")}
+TRANSPOSED = {f"transposed-{format}" for format in FP4}
+FEW = {f"quantize-{layout}-few" for layout in ("d4", "ds4", "d2s6", "q8_k")}
+MANY = {f"quantize-{layout}-many" for layout in ("d4", "ds4", "d2s6", "q8_k", "fp8")}
+QUANTIZE = (
+    FEW
+    | MANY
+    | {
         "quantize-float32",
         "quantize-float16",
         "quantize-bfloat16",
+        "quantize-d2s6-safe-f32",
+        "quantize-fp8-e8m0-f32",
+    }
+)
+OTHERS = (
+    {
         "swiglu-f32",
         "swiglu-bf16-limit-strided",
         "geglu-bf16",
@@ -48,6 +70,12 @@ OTHERS = (
     }
     | ROUTING
     | ROUTERS
+    | DEQUANTIZE
+    | SCALED
+    | TRANSPOSED
+    | {"repack-q8_0", "repack-q3_k", "quantize-lanes-q2_k"}
+    | QUANTIZE
+    | FUSED
 )
 
 
@@ -88,6 +116,21 @@ def test_words_stay_in_the_threads_that_load_them(compiled: dict[str, dict], var
     assert compiled[variant]["conversions"] <= (2 if "rows1" in variant else 6)
 
 
+# Bytes a thread spills at its cap of 128 registers, where a step up would halve the programs a multiprocessor holds:
+# chunks of 4 rows lose two registers; q3_k and q6_k seldom hold gates.
+SPILLS = {
+    "gated-q3_k-rows1": 64,
+    "gated-q6_k-rows1": 24,
+    "gemv-q2_k-bf16-rows8-two": 8,
+    "gemv-q3_k-bf16-rows8-scatter": 8,
+}
+
+
+@pytest.mark.parametrize("variant", sorted(FUSED | GEMV))
+def test_decode_kernels_keep_their_registers(compiled: dict[str, dict], variant: str) -> None:
+    assert compiled[variant]["stack"] <= SPILLS.get(variant, 0)
+
+
 @pytest.mark.parametrize("variant", sorted(ONE_WARP))
 def test_a_row_is_routed_inside_one_warp(compiled: dict[str, dict], variant: str) -> None:
     assert compiled[variant]["barriers"] == 0
@@ -97,3 +140,22 @@ def test_a_row_is_routed_inside_one_warp(compiled: dict[str, dict], variant: str
 def test_every_router_form_uses_one_instruction(compiled: dict[str, dict], variant: str) -> None:
     """The tensor core's own order of addition is part of a row's bits."""
     assert compiled[variant]["mma"] == ["mma.sync"]
+
+
+@pytest.mark.parametrize("variant", sorted(DEQUANTIZE | SCALED | TRANSPOSED))
+def test_decoded_values_are_stored_16_bytes_at_a_time_by_the_threads_that_made_them(
+    compiled: dict[str, dict], variant: str
+) -> None:
+    facts = compiled[variant]
+    assert facts["barriers"] == 0, "values go through shared memory"
+    assert facts["stores"] == ["v4.b32"]
+
+
+@pytest.mark.parametrize("variant", sorted(FEW))
+def test_one_row_is_quantised_inside_single_warps(compiled: dict[str, dict], variant: str) -> None:
+    assert compiled[variant]["barriers"] == 0
+
+
+@pytest.mark.parametrize("variant", sorted(MANY))
+def test_many_rows_store_codes_16_bytes_at_a_time(compiled: dict[str, dict], variant: str) -> None:
+    assert "v4.b32" in compiled[variant]["stores"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.formats import get_format
 from moe_lab.tolerances import tol
-from moe_lab_kernels import backend, decode_ref, gemv
+from moe_lab_kernels import backend, gemv
+from moe_lab_kernels.blocks import BLOCKS
 from tests.support.kernel_cases import DTYPES, GUARD, among_poison, gemv_case, nmse, same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -70,7 +70,7 @@ def test_reference_against_float64(format: str, kd: int) -> None:
 def emulated(format: str, raw: np.ndarray, codes: np.ndarray, d8: np.ndarray) -> np.float32:
     """One output by the decode arm's formula over 16-value sub-blocks, element by element, summed in plain order."""
     total = np.float32(0)
-    size, width = decode_ref.BLOCK_BYTES[format], decode_ref.BLOCK_VALUES[format]
+    size, width = BLOCKS[format].bytes, BLOCKS[format].values
     for b in range(len(codes) // width):
         block, x = raw[b * size : (b + 1) * size], codes[b * width : (b + 1) * width].astype(int)
         scales = d8[b * width // 32 : (b + 1) * width // 32].astype(np.float32)
@@ -108,18 +108,12 @@ def test_reference_against_the_formula_written_out(format: str) -> None:
     assert nmse(got, torch.tensor(np.array(want))) <= tol("gemv/emulation")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_raw_blocks_decode_as_the_formats_do(format: str) -> None:
-    raw = gemv_case(format, 16, 512, [1]).w
-    assert same_bits(decode_ref.dequantize_ref(raw, format), get_format(format).dequantize(raw))
-
-
 def test_extreme_codes_and_scales_stay_exact() -> None:
     """Every byte 0xFF or 0x80: the largest integers a lane can meet."""
     for format, at in (("q2_k", 80), ("q3_k", 108), ("q8_0", 0)):
         for fill, code in ((255, 127), (255, -127), (0x80, 127), (0x7F, -127)):
             case = gemv_case(format, 9, 256, [2])
-            blocks = case.w.view(*case.w.shape[:2], -1, decode_ref.BLOCK_BYTES[format])
+            blocks = case.w.view(*case.w.shape[:2], -1, BLOCKS[format].bytes)
             blocks.fill_(fill)
             blocks[..., at : at + (4 if format == "q2_k" else 2)] = torch.tensor(
                 [0, 60] * (2 if format == "q2_k" else 1), dtype=torch.uint8
@@ -204,7 +198,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         a = {"rows": case.rows, "row_of": case.row_of, "w": case.w, "chunks": case.chunks, "format": "q2_k", "out": out}
         return gemv.gemv(**{**a, **change})
 
-    with pytest.raises(LabError, match="no kernel decodes format 'q9_k'; there are kernels for q2_k, q3_k, q8_0"):
+    with pytest.raises(LabError, match=r"no kernel multiplies 'q9_k' as it lies; .* for q2_k, q3_k, q4_k"):
         run(format="q9_k")
     with pytest.raises(LabError, match=r"w must have shape \[S, N, 110\], got \[3, 20, 84\]"):
         run(format="q3_k")

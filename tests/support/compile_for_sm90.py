@@ -7,7 +7,10 @@ the PTX. The launchers run as they are; only the last step, starting the kernel,
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
@@ -16,19 +19,33 @@ from triton.runtime import driver
 
 from moe_lab_kernels import (
     activation,
+    arithmetic,
     backend,
+    blocks,
     combine,
-    decode_ref,
+    dequantize,
+    dequantize_planar,
+    dequantize_scaled,
+    dequantize_transposed,
     gemv,
+    gemv_combine,
+    gemv_gated,
+    lane_rows,
     plan,
+    planar,
     primitives,
+    quantize_fp8,
     quantize_rows,
     route_plan,
     router,
+    scaled_layouts,
     topk,
 )
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.planar_layout import PIECES
 from tests.support.routing_cases import ROUTERS, vectors
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Hopper:
@@ -68,17 +85,55 @@ def facts(compiled) -> dict:
         "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
         "mma": sorted(set(re.findall(r"\b(wgmma|mma\.sync)", ptx))),
         "barriers": len(re.findall(r"\bbar\.sync", ptx)),
+        "stores": sorted(set(re.findall(r"\bst\.global\.([\w.]+)", ptx))),
         "cubin": len(compiled.asm["cubin"]),
+        "stack": stack_bytes(compiled.asm["cubin"]),
     }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes a thread keeps in local memory: registers that were spilled, as none of our kernels has arrays."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        said = subprocess.run([str(CUOBJDUMP), "-res-usage", f.name], capture_output=True, text=True, check=True)
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", said.stdout + said.stderr))
 
 
 def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, kd=512, n=60):
     codes, scale = torch.zeros(8, kd, dtype=torch.int8), torch.zeros(8, kd // 32, dtype=torch.float16)
-    w, out = torch.zeros(2, n, decode_ref.row_bytes(format, kd), dtype=torch.uint8), torch.zeros(8, n, dtype=dtype)
+    w, out = torch.zeros(2, n, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8), torch.zeros(8, n, dtype=dtype)
     row = torch.zeros(8, dtype=torch.int32)
     second = {"w2": w.clone(), "out2": out.clone()} if two else {}
     gemv.gemv((codes, scale), row, w, torch.zeros(3, 3, dtype=torch.int32), format, out, max_rows=max_rows,
               out_row=row if scatter else None, **second)  # fmt: skip
+
+
+def fused_variants():
+    """The decode kernels as a layer of a model calls them: rows in lane order, and hidden rows laid out for down."""
+    index, t, k = torch.zeros(8, dtype=torch.int32), 1, 8
+    for format in blocks.GEMV_FORMATS:
+        kd, f = 2048, 768
+        w = torch.zeros(2, f, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8)
+        rows = lane_rows.quantize_lanes_ref(torch.ones(8, kd), format)
+        room = lane_rows.lane_rows("compile", (8, f), format, None, index.device)
+        yield (
+            f"gated-{format}-rows1",
+            lambda rows=rows, w=w, format=format, room=room: gemv_gated.gemv_gated(
+                rows, index, w, w, torch.zeros(3, 3, dtype=torch.int32), format, out=room, pdl=True
+            ),
+        )
+        if format not in ("q3_k", "q6_k", "mxfp4"):
+            continue
+        down = torch.zeros(2, kd, blocks.gemv_row_bytes(format, f), dtype=torch.uint8)
+        slots, weight = torch.zeros(t, k, dtype=torch.int32), torch.ones(t, k)
+        yield (
+            f"combined-{format}",
+            lambda room=room, down=down, slots=slots, weight=weight, format=format: gemv_combine.gemv_combine(
+                room, down, slots, weight, format, pdl=True
+            ),
+        )
+    yield "quantize-lanes-q2_k", lambda: lane_rows.quantize_lanes(torch.ones(1, 2048, dtype=torch.bfloat16), "q2_k")
 
 
 def routing_variants():
@@ -98,16 +153,70 @@ def routing_variants():
         yield f"router-T{t}-{str(dtype).removeprefix('torch.')}", lambda x=x, w=w: router.router(x, w)
 
 
+def decode_variants():
+    for format, block in blocks.BLOCKS.items():
+        raw = torch.zeros(4, 8 * block.bytes, dtype=torch.uint8)
+        yield f"dequantize-{format}", lambda raw=raw, format=format: dequantize.dequantize(raw, format)
+        if format in PIECES:
+            packed, kd = planar.repack_ref(raw, format), 8 * block.values
+            yield (
+                f"dequantize-planar-{format}",
+                lambda p=packed, format=format, kd=kd: dequantize_planar.dequantize_planar(p, format, 4, kd),
+            )
+    for format in ("q8_0", "q3_k"):  # one field a byte and eight
+        raw = torch.zeros(4, 8 * blocks.BLOCKS[format].bytes, dtype=torch.uint8)
+        yield f"repack-{format}", lambda raw=raw, format=format: planar.repack(raw, format)
+
+
+def scaled_variants():
+    def parts(format, n=128, kd=1024):
+        layout, shape = scaled_layouts.layout_of(format), (2, n, kd)
+        data = torch.zeros(2, n, scaled_layouts.row_bytes(format, kd), dtype=torch.uint8)
+        dtype = torch.bfloat16 if layout.scale == "float" else torch.uint8
+        scales = torch.ones(scaled_layouts.scale_shape(format, shape), dtype=dtype)
+        second = {"none": None, "bias": scales}.get(layout.second, torch.ones(2))
+        return data, scales, second
+
+    for format in ("fp8_block", "nvfp4_modelopt", "nvfp4_ct", "mxfp4_oss", "mxfp8", "int4_g64", "int8_g64"):
+        d, s, g = parts(format)
+        yield f"scaled-{format}", lambda d=d, s=s, g=g, format=format: dequantize_scaled.dequantize_scaled(
+            d, s, format, 1024, second=g)  # fmt: skip
+        if scaled_layouts.layout_of(format).code == "e2m1":
+            yield (
+                f"transposed-{format}",
+                lambda d=d, s=s, g=g, format=format: dequantize_transposed.dequantize_transposed(
+                    d.mT.contiguous(), s.mT.contiguous(), format, second=g
+                ),
+            )
+
+
+def quantize_variants():
+    bf16, f32 = torch.bfloat16, torch.float32
+    for dtype in (f32, torch.float16, bf16):
+        name = str(dtype).removeprefix("torch.")
+        yield f"quantize-{name}", lambda dtype=dtype: quantize_rows.quantize_q8_1(torch.ones(2, 96, dtype=dtype))
+    few, many = torch.ones(1, 2304, dtype=bf16), torch.ones(256, 2304, dtype=bf16)
+    for layout in ("d4", "ds4", "d2s6", "q8_k"):
+        yield f"quantize-{layout}-few", lambda layout=layout: quantize_rows.quantize_int8(few, layout)
+        yield f"quantize-{layout}-many", lambda layout=layout: quantize_rows.quantize_int8(many, layout)
+    safe = arithmetic.Arithmetic(safe_sum=True, rounding="divide_even")
+    yield "quantize-d2s6-safe-f32", lambda: quantize_rows.quantize_int8(torch.ones(2, 256), "d2s6", safe)
+    power = arithmetic.Arithmetic(scale_dtype="e8m0")
+    yield "quantize-fp8-many", lambda: quantize_fp8.quantize_fp8(many)
+    yield "quantize-fp8-e8m0-f32", lambda: quantize_fp8.quantize_fp8(torch.ones(2, 256), power, floor=1e-4)
+
+
 def variants():
     yield from routing_variants()
+    yield from scaled_variants()
+    yield from quantize_variants()
+    yield from decode_variants()
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     yield "gemv-q2_k-bf16-rows8-two", lambda: gemv_call("q2_k", bf16, 8, two=True, kd=2304)
     yield "gemv-q2_k-f16-rows1", lambda: gemv_call("q2_k", f16, 1)
     yield "gemv-q3_k-bf16-rows8-scatter", lambda: gemv_call("q3_k", bf16, 8, scatter=True, kd=2304)
     yield "gemv-q8_0-f32-rows8", lambda: gemv_call("q8_0", f32, 8)
-    for dtype in (f32, f16, bf16):
-        name = str(dtype).removeprefix("torch.")
-        yield f"quantize-{name}", lambda dtype=dtype: quantize_rows.quantize_q8_1(torch.ones(2, 96, dtype=dtype))
+    yield from fused_variants()
     strided = torch.ones(704, 8, dtype=bf16).t()
     yield "swiglu-f32", lambda: activation.swiglu(torch.ones(8, 704), torch.ones(8, 704))
     yield "swiglu-bf16-limit-strided", lambda: activation.swiglu(strided, strided, limit=7.0)
