@@ -100,7 +100,7 @@ class ExpertStack:
 
     def integers(self, part: str, expert: int) -> Any:
         """One expert's matrix as an IntegerForm."""
-        return self._remember("integers", part, expert, lambda q: q.codec.integer_form(q.data))
+        return self._remember("integers", part, expert, QuantTensor.integer_form)
 
     def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], Any]) -> Any:
         key = (kind, part, self.slot_of[expert])
@@ -142,22 +142,35 @@ class ArmContext:
 
 @runtime_checkable
 class Arm(Protocol):
-    """A user's own arm has these members and may be passed wherever a name is taken.
-
-    One more is optional: `lacks(spec: MoESpec) -> str | None`, None when the arm computes this layer's expert formula
-    (activation, clamp, biases, place of the weight), else what it lacks. An arm without it vouches for itself.
-    """
+    """A user's own arm has these members and may be passed wherever a name is taken; `ArmExtras` are optional."""
 
     name: str
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
-        """None when the arm serves these weight formats on this backend, else the reason why not."""
+        """None when the arm serves these formats on this backend ("cuda", "interpreter" or "torch"), else why not."""
         ...
 
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
     ) -> None:
-        """Write y[token, slot] (y is [T, K, D]) for every pair of `groups` from rows x [T, D]."""
+        """Write y[token, slot] (y is [T, K, D]) for every pair of `groups` from rows x [T, D], and nothing else."""
+        ...
+
+
+class ArmExtras(Protocol):
+    """What an arm may have besides."""
+
+    per_token: bool
+    """True: the schedule has a step for each token, instead of one for all."""
+
+    def lacks(self, spec: MoESpec) -> str | None:
+        """None when the arm computes this layer's expert formula (activation, clamp, biases, place of the weight), else
+        what it lacks. An arm without this method vouches for itself."""
+        ...
+
+    def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
+        """The shared expert (slot 0 of `stack`) over all rows x [T, D]: [T, D] of `ctx.store_dtype`. Without it the
+        reference arm computes the shared expert."""
         ...
 
 

@@ -38,6 +38,15 @@ def test_every_option_at_once(dtype: str, out: str) -> None:
     assert same_bits(combine.combine(y, w, **options), combine.combine_ref(y, w, **options))
 
 
+@pytest.mark.parametrize("d", [300, 100])
+def test_r14_the_last_block_of_a_width_that_fills_none(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as on a GPU, outputs that are the row itself: 0.75 x in every element, rounded once."""
+    monkeypatch.setattr(combine, "BLOCK_INTERPRETER", 256)
+    x = torch.randn(3, d, generator=torch.Generator().manual_seed(d))
+    got = combine.combine(x[:, None].expand(3, 2, d), torch.tensor([[0.25, 0.5]] * 3))
+    assert same_bits(got, 0.75 * x)
+
+
 def test_terms_are_rounded_products_added_in_rank_order() -> None:
     y = torch.tensor([[[1.0 + 2**-12], [-1.0]]])
     w = torch.tensor([[1.0 + 2**-12, 1.0 + 2**-11]])

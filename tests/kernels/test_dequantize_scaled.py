@@ -56,8 +56,9 @@ def test_no_tile_changes_a_bit(format, tile) -> None:
     assert same_bits(got, dequantize_scaled_ref(*args, **more))
 
 
-@pytest.mark.parametrize("block_k", [256, 512])
+@pytest.mark.parametrize("block_k", [32, 64, 128, 256, 512])
 def test_q10_the_scale_belongs_to_the_value_not_to_the_tile(block_k: int) -> None:
+    """Tiles in use are 256 values and wider; those below the block of 128 are the fault's own."""
     codes = torch.full((1, 256), 0x38, dtype=torch.uint8)
     scales = torch.tensor([[1.0, 1000.0]])
     w = dequantize_scaled.dequantize_scaled(codes, scales, "fp8_block", 256, out_dtype=torch.float32,

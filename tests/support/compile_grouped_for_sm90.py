@@ -1,0 +1,85 @@
+"""Compile the grouped GEMM, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`.
+
+Adds what only the machine code tells: bytes of a thread's stack, where spilled registers would go.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime import driver
+
+from moe_lab_kernels import backend, grouped_gemm, grouped_gemm_tiles
+from moe_lab_kernels.grouped_gemm_operands import Scatter
+from tests.support.compile_for_sm90 import Hopper, facts
+from tests.support.grouped_cases import weight
+
+DECODED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4", "fp8_block", "mxfp8",
+           "nvfp4_modelopt", "mxfp4_oss", "int4_g64", "int8_g64")  # fmt: skip
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def variants():
+    """(name, format, gated, rows a tile)."""
+    for tokens in (16, 64, 128):
+        yield f"bf16-gated-{tokens}", "bf16", True, tokens
+        yield f"bf16-plain-{tokens}", "bf16", False, tokens
+    yield "q2_k-gated-16", "q2_k", True, 16
+    yield "q2_k-gated-128", "q2_k", True, 128
+    for format in DECODED:
+        yield f"{format}-plain-16", format, False, 16
+
+
+def call(format: str, gated: bool, tokens: int) -> None:
+    """64 pairs times weights [2, 128, 2048]."""
+    w = weight(format, 2, 128, 2048, 1)
+    # poison moves a tensor off its allocation's start; an allocator's own tensors start at multiples of 16
+    w = w._replace(data=w.data.clone())
+    x, out = torch.zeros(64, 2048, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+    row, work = (
+        torch.zeros(64, dtype=torch.int32),
+        grouped_gemm_tiles.WorkList(torch.zeros(4, 3, dtype=torch.int32), tokens),
+    )
+    if gated:
+        grouped_gemm.grouped_gate_up(x, row, w, w._replace(data=w.data.clone()), work, out, limit=7.0)
+    else:
+        grouped_gemm.grouped_product(x, None, w, work, out, to=Scatter(row, row, 1))
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """A thread's stack, as the machine code declares it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found.group(1))
+
+
+def main() -> None:
+    """Prints variant -> facts."""
+    driver.set_active(Hopper())
+    compiled = []
+
+    def compile_only(kernel, grid, *args, device, **meta):
+        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
+
+    backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
+    out = {}
+    for name, format, gated, tokens in variants():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            call(format, gated, tokens)
+            out[name] = {**facts(compiled[-1]), "stack": stack_bytes(compiled[-1].asm["cubin"])}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
