@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 PARTS = ("gate", "up", "down")
 COLUMNS = (
-    "layer", "experts", "top_k", "router", "format_gate", "format_up", "format_down", "format_shared",
+    "layer", "family", "experts", "top_k", "router", "activation", "shared",
+    "format_gate", "format_up", "format_down", "format_shared",
     "bytes_per_expert", "bytes_shared", "bytes_per_layer", "active_bytes_per_token", "bits_nominal", "bits_actual",
 )  # fmt: skip
 
@@ -31,8 +32,9 @@ def inspect_checkpoint(ckpt: Checkpoint) -> "pd.DataFrame":
     """One row a MoE layer (columns: COLUMNS); no rows for a file without MoE layers. Reads the header alone.
 
     `bytes_per_layer` counts router, experts and shared expert; `active_bytes_per_token` what one token touches of them:
-    K experts and the rest, a hash table's row aside. A format "a/b": experts of one layer differ. Bits are NaN where
-    the file has no label, and sizes where a tensor's type is unknown.
+    K experts and the rest, a hash table's row aside. `shared` is the shared expert's form, None without one. A format
+    "a/b": experts of one layer differ. Bits are NaN where the file has no label, and sizes where a tensor's type is
+    unknown.
     """
     try:
         import pandas as pd
@@ -101,7 +103,8 @@ def _row(ckpt: Checkpoint, layer: int) -> dict[str, Any]:
     values = (3 if spec.gated else 2) * spec.num_experts * spec.d_expert * spec.d_routed
     weights = sum(tensors[role].nbytes for role in ("gate", "up", "gate_up", "down") if role in tensors)
     return {
-        "layer": layer, "experts": spec.num_experts, "top_k": spec.top_k, "router": _router_text(spec),
+        "layer": layer, "family": spec.family, "experts": spec.num_experts, "top_k": spec.top_k,
+        "router": _router_text(spec), "activation": spec.activation, "shared": _shared_text(spec),
         **{f"format_{part}": _format(tensors, part) for part in PARTS},
         "format_shared": _shared_format(tensors) if spec.shared else None,
         "bytes_per_expert": per_expert, "bytes_shared": shared, "bytes_per_layer": around + experts + shared + table,

@@ -21,6 +21,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 File = Annotated[Path, typer.Argument(help="A GGUF, a safetensors file, its index, or a model folder.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from moe_lab.environment import environment
+
+        print(f"moe-lab {environment()['moe_lab']}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass  # the option does its work in its callback
+
+
 @app.command()
 def doctor(json: Json = False) -> None:
     """What this machine can run, and what is missing for the rest."""
@@ -34,13 +51,25 @@ def doctor(json: Json = False) -> None:
 def inspect(
     file: File,
     gib: Annotated[str | None, typer.Option(help="Memory for expert slots, GiB; several with commas: 8,16,24.")] = None,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="One expert in each layout instead: bytes, decoding time, same values.")
+    ] = False,
+    layer: Annotated[int | None, typer.Option(help="With --layouts: the layer; default: the first.")] = None,
+    device: Annotated[str | None, typer.Option(help="With --layouts: cpu (default) or cuda.")] = None,
     json: Json = False,
 ) -> None:
-    """What a model file holds: MoE layers, formats, bytes. Reads the header alone."""
-    from moe_lab.cli.inspect import inspect_file
+    """What a model file holds: MoE layers, formats, bytes. Reads the header alone, but for --layouts."""
+    from moe_lab.cli.inspect import inspect_file, inspect_layouts
     from moe_lab.cli.output import emit
 
-    rows, notes = inspect_file(file, gib, as_json=json)
+    if layouts and gib is not None:
+        raise LabError("--gib counts expert slots, which --layouts does not show: give one of them.")
+    if not layouts and (layer is not None or device is not None):
+        raise LabError("--layer and --device go with --layouts; the table without it has every layer.")
+    if layouts:
+        rows, notes = inspect_layouts(file, layer, device=device or "cpu")
+    else:
+        rows, notes = inspect_file(file, gib, as_json=json)
     emit("inspect", rows, as_json=json, title=str(file), notes=notes)
 
 
@@ -94,6 +123,51 @@ def trace(
 
     rows, notes = trace_rows(file, last=last, recorded=recorded, out=out, num_experts=experts, as_json=json)
     emit("trace", rows, as_json=json, title=str(file), notes=notes)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="Shapes by name, with commas, or all: qwen3-30b-a3b, mixtral-8x7b, ...")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A model file instead; one of its layers is measured.")] = None,
+    layer: Annotated[str, typer.Option(help="The file's layer.")] = "all",
+    arms: Annotated[str | None, typer.Option(help="Arms, with commas; default: reference,gemv.")] = None,
+    formats: Annotated[str | None, typer.Option(help="Formats of a shape: bf16,q2_k+q3_k; default: as served.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="T, or several: 1,8,64.")] = None,
+    picks: Annotated[str, typer.Option(help="A shape's picks: uniform or zipf.")] = "uniform",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default for shapes: a GPU where there is one.")
+    ] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Also show other engines' recorded times.")] = False,
+    budget_s: Annotated[float | None, typer.Option(help="Seconds; what does not fit is left out by name.")] = None,
+    shrink: Annotated[
+        int | None, typer.Option(help="Divide a shape's widths; default: 8 on a CPU, 1 on a GPU.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Folder for the run: runs/.")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--input", help="A file's activations; default: activations.npz beside it.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure roof and arms anew; write what arm auto goes by.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="With --tune: the table's folder; default: the user's cache.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time arms on a layer, each checked first; exit code 1 when one of them is wrong or fails."""
+    from moe_lab.cli.bench import Asked, run_bench, run_tune, shown
+    from moe_lab.cli.output import emit
+
+    asked = Asked(
+        model=model, file=file, layer=layer, arms=arms, formats=formats, tokens=tokens, picks=picks, device=device,
+        peers=peers, budget_s=budget_s, shrink=shrink, save=save, recorded=recorded, table=table,
+    )  # fmt: skip
+    rows, notes, ok = run_tune(asked) if tune else run_bench(asked)
+    emit("bench", rows if json else shown(rows), as_json=json, ok=ok, title=asked.title, notes=notes)
+    if not ok:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from moe_lab.open import open as open_checkpoint
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.trace import NO_PICK, RoutingTrace, TraceWriter, read_last, scan, summarize
 from moe_lab.trace.record import READERS
+from moe_lab.trace.writer import SUFFIXES
 
 Rows = list[dict[str, Any]]
 
@@ -43,7 +44,7 @@ def trace_rows(
     else:
         pieces = _pieces(file, num_experts, last=last and out is None)
     if out is not None:
-        if out.suffix.lower() not in (".parquet", ".pq"):
+        if out.suffix.lower() not in SUFFIXES:
             raise LabError(f"--out {out}: traces are written as .parquet.")
         pieces = _copied(pieces, out)
     if last:

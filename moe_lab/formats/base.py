@@ -74,6 +74,15 @@ class WeightFormat(Protocol):
         ...
 
 
+class OwnFormat(WeightFormat, Protocol):
+    """A format of the table `FORMATS`, which says its size too; a user's own need not."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a value, scales included."""
+        ...
+
+
 def check_whole_blocks(name: str, block: int, kd: int) -> None:
     """LabError unless a row of `kd` values is whole blocks."""
     if kd < block or kd % block:
@@ -89,6 +98,11 @@ class BlockFormat:
     block: int
     block_bytes: int
     ggml_type: int | None = None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a value, the block's scales included."""
+        return 8 * self.block_bytes / self.block
 
     def row_bytes(self, kd: int) -> int:
         """Bytes of a row of `kd` values."""
@@ -109,12 +123,13 @@ class BlockFormat:
 
 
 def lookup(table: Mapping[str, WeightFormat], format: "str | WeightFormat") -> WeightFormat:
-    """A format by name, or the user's own object unchanged. LabError for an unknown name, sizes below 1 or a name of one
-    of the lab's, LabTypeError for what lacks a member of `WeightFormat`."""
+    """A format by name (in any case: model cards write Q2_K), or the user's own object unchanged. LabError for an
+    unknown name, sizes below 1, or a name that one of the lab's has; LabTypeError for what lacks a member of
+    `WeightFormat`."""
     if isinstance(format, str):
-        if format not in table:
+        if format.lower() not in table:
             raise LabError(f"no weight format is called {format!r}; known: {', '.join(table)}.")
-        return table[format]
+        return table[format.lower()]
     if not any(format is own for own in table.values()):
         brings = "moe_lab.formats.BlockFormat as a base class brings ggml_type, row_bytes and integer_form."
         check_object(format, WeightFormat, "weight format", table, hint=brings)

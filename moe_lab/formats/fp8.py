@@ -41,8 +41,9 @@ class Fp8Block(ScaledFormat):
 
 
 def finite_amax(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Largest finite |x| over `axes`."""
-    return torch.where(x.isfinite(), x.abs(), 0.0).amax(axes)
+    """Largest finite |x| over `axes`, 0 where there is none."""
+    sizes = torch.where(x.isfinite(), x.abs(), 0.0)
+    return sizes.amax(axes) if x.numel() else sizes.sum(axes)  # nothing has no largest, but it has a sum, 0
 
 
 def block_scale(amax: Tensor, largest: float) -> Tensor:

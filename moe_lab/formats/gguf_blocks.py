@@ -22,8 +22,15 @@ QUANTISABLE = ("f32", "f16", "bf16", "q8_0", "q4_0", "q2_k", "q3_k", "q4_k", "q5
 class GgufBlocks(BlockFormat):
     """A format by its name in `moe_lab_kernels.blocks.BLOCKS`."""
 
-    def __init__(self, name: str, ggml_type: int, encode: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.name, self.ggml_type, self._encode = name, ggml_type, encode
+    def __init__(
+        self,
+        name: str,
+        ggml_type: int,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        largest: float = float("inf"),
+    ) -> None:
+        """`largest`: the largest size of a weight that the format's scales hold, beyond which its encoder saturates."""
+        self.name, self.ggml_type, self._encode, self.largest = name, ggml_type, encode, largest
         self.block, self.block_bytes = BLOCKS[name].values, BLOCKS[name].bytes
 
     def dequantize(self, raw: Tensor) -> Tensor:

@@ -21,4 +21,5 @@ from moe_lab.formats.quantize_simple import quantize_q4_0, quantize_q8_0
 Q8_0_FORMAT, Q4_0_FORMAT = GgufBlocks("q8_0", 8, quantize_q8_0), GgufBlocks("q4_0", 2, quantize_q4_0)
 Q4_1_FORMAT, Q5_0_FORMAT, Q5_1_FORMAT = GgufBlocks("q4_1", 3), GgufBlocks("q5_0", 6), GgufBlocks("q5_1", 7)
 IQ4_NL_FORMAT, IQ4_XS_FORMAT = TableBlocks("iq4_nl", 20), TableBlocks("iq4_xs", 23)
-MXFP4_FORMAT, NVFP4_FORMAT = GgufBlocks("mxfp4", 39, quantize_mxfp4), GgufBlocks("nvfp4", 40, quantize_nvfp4)
+MXFP4_FORMAT = GgufBlocks("mxfp4", 39, quantize_mxfp4)
+NVFP4_FORMAT = GgufBlocks("nvfp4", 40, quantize_nvfp4, largest=6.0 * 448.0)  # E2M1's largest times E4M3's

@@ -1,12 +1,15 @@
 """A tensor that carries a weight format: its bytes, its shape, and what else belongs to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
 from moe_lab._types import Tensor
 from moe_lab.card import byte_size, card
+from moe_lab.checks import came, wants, wants_tensor, wants_whole
+from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats.base import IntegerForm, WeightFormat, expect_rows
 from moe_lab.formats.scaled import Flaw, Parts, ScaledFormat, first_true
@@ -42,6 +45,7 @@ class QuantTensor:
     def from_bytes(cls, data: Tensor, format: "str | WeightFormat", shape: tuple[int, ...]) -> "QuantTensor":
         """Wrap raw blocks of logical `shape` [.., N, Kd]. LabError when the byte count disagrees with the shape."""
         codec, shape = _named(format), _checked_shape(shape)
+        wants_tensor(f"raw {codec.name} data", data)
         if isinstance(codec, ScaledFormat):
             raise LabError(f"{codec.name} data comes with {', '.join(codec.parts_needed)}: use QuantTensor.from_parts.")
         if data.dtype != torch.uint8:
@@ -68,6 +72,9 @@ class QuantTensor:
         holds them in. LabError for shapes that disagree or parts too many or too few, LabTypeError for a dtype that is
         read otherwise (float8_e4m3fnuz)."""
         codec, shape = _named(format), _checked_shape(shape)
+        for name, given in {"data": data, "scales": scales, "global_scale": global_scale, "biases": biases}.items():
+            if given is not None or name == "data":
+                wants_tensor(name, given)
         if not isinstance(codec, ScaledFormat):
             if scales is not None or global_scale is not None or biases is not None:
                 raise LabError(f"{codec.name} blocks hold their scales; none come beside them.")
@@ -87,6 +94,8 @@ class QuantTensor:
     @classmethod
     def stack(cls, tensors: "Sequence[QuantTensor]") -> "QuantTensor":
         """One tensor [n, ..] of n of the same format and shape, parts and all. LabError when they differ."""
+        for i, q in enumerate(tensors):
+            wants(f"tensors[{i}]", q, QuantTensor, "a QuantTensor")
         kinds = {(q.format, q.shape) for q in tensors}
         if len(kinds) != 1:
             found = ", ".join(f"{format} {list(shape)}" for format, shape in sorted(kinds)) or "none"
@@ -145,8 +154,9 @@ class QuantTensor:
             raise LabError(f"{name} ({self.format}, shape {list(self.shape)}): {flaw}; wanted finite weights.")
 
     def to(self, device: "torch.device | str") -> "QuantTensor":
-        """The same bytes on `device`."""
-        return self._each(lambda t: t.to(device), self.shape)
+        """The same bytes on `device`. LabError for one that this machine has not."""
+        where = resolve_device(device)
+        return self._each(lambda t: t.to(where), self.shape)
 
     def stacked(self) -> "QuantTensor":
         """The same with a leading axis of length 1."""
@@ -172,9 +182,21 @@ class QuantTensor:
                            **{name: cut(name, t) for name, t in self.tensors.items()})  # fmt: skip
 
     def __getitem__(self, index: int) -> "QuantTensor":
+        """The `index`-th of the first axis, counted from the end where it is negative. LabError for a matrix, for an
+        index beyond the axis; LabTypeError for slices and lists, which `data` and the scales would take differently."""
         if len(self.shape) < 3:
             raise LabError(f"indexing slices leading axes, but this tensor of shape {self.shape} is a single matrix.")
-        return self._each(lambda t: t[index], self.shape[1:])
+        if isinstance(index, bool) or not isinstance(index, Integral):
+            raise LabTypeError(
+                f"a QuantTensor is indexed by one whole number at a time, got {came(index)}. Several at once: "
+                "QuantTensor.stack([q[i] for i in ...])."
+            )
+        n = self.shape[0]
+        wants_whole(f"the index into an axis of {n}", index, -n, n - 1)
+        return self._each(lambda t: t[int(index)], self.shape[1:])
+
+    def __iter__(self) -> "Iterator[QuantTensor]":
+        return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -136,16 +136,23 @@ class ScaledFormat:
             block = block * n + i
         return Flaw("data", index, block, float("nan"))
 
-    def bits_per_weight(self, shape: tuple[int, ...] | None = None, scale_bytes: int | None = None) -> float:
-        """Bits of codes and scales over weights: nominal, or with the short last blocks of `shape`."""
-        layout = self.layout
-        each = scale_bytes or {"e4m3": 1, "e8m0": 1, "float": self.scale_dtypes[0].itemsize}[layout.scale]
-        each *= 2 if layout.second == "bias" else 1
-        if shape is None:
-            return layout.code_bits + 8 * each / (layout.group * layout.rows)
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a value, its share of a whole block's scales and biases included. Those may come in several dtypes: the
+        first of `scale_dtypes` counts. A global scale, one a matrix, does not."""
+        return self.layout.code_bits + 8 * self._scale_bytes / (self.layout.group * self.layout.rows)
+
+    def bits_of(self, shape: tuple[int, ...]) -> float:
+        """Bits a weight of a tensor of `shape` [.., N, Kd]: short last blocks and global scales counted."""
         extra = 4 * torch.Size(shape[:-2]).numel() if "global_scale" in self.parts_needed else 0
         scales = torch.Size(self.scale_shape(shape)).numel()
-        return layout.code_bits + 8 * (each * scales + extra) / torch.Size(shape).numel()
+        return self.layout.code_bits + 8 * (self._scale_bytes * scales + extra) / torch.Size(shape).numel()
+
+    @property
+    def _scale_bytes(self) -> int:
+        """Bytes of one block's scale, and of its bias where it has one."""
+        each = {"e4m3": 1, "e8m0": 1, "float": self.scale_dtypes[0].itemsize}[self.layout.scale]
+        return each * (2 if self.layout.second == "bias" else 1)
 
     def dequantize(self, raw: Tensor) -> Tensor:
         """Codes alone have no values here. Always a LabError."""

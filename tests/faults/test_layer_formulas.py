@@ -1,4 +1,4 @@
-"""Fault table, rows that touch layers: R13, R23, R25, G05, G14, G22, G23; and arms that refuse a formula by name."""
+"""Fault table, rows that touch layers: R13, R14, R23, R25, Q26, G05, G14, G22, G23; arms refusing a formula by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,9 @@ def normal(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
 
 
-def quantised(name: str = "q8_0") -> dict:
+def quantised(name: str = "q8_0", **factors: float) -> dict:
     shapes = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
-    return {part: quantize(normal(*s, seed=i), name) for i, (part, s) in enumerate(shapes.items())}
+    return {p: quantize(factors.get(p, 1.0) * normal(*s, seed=i), name) for i, (p, s) in enumerate(shapes.items())}
 
 
 def layer(zero: int = 2, top_k: int = 2, **router) -> MoELayer:
@@ -65,6 +65,29 @@ def test_r13_a_bias_of_the_experts_width_is_refused() -> None:
     spec = MoESpec(RouterSpec(E, 2, zero_experts=2), D, F, correction_bias=True)
     with pytest.raises(LabError, match=r"correction bias has shape \(4,\).*\[6\]"):
         MoELayer.from_tensors(spec, router=normal(6, D), biases={"correction": torch.zeros(4)}, **quantised())
+
+
+@pytest.mark.parametrize("d", [300, 100])
+def test_r14_identity_experts_reach_the_last_element(d: int) -> None:
+    spec, x = MoESpec(RouterSpec(E, 2, zero_experts=2), d, 32), normal(3, d)
+    shapes = {"gate": (E, 32, d), "up": (E, 32, d), "down": (E, d, 32)}
+    parts = {part: as_quant(normal(*s), part, s) for part, s in shapes.items()}
+    own = MoELayer.from_tensors(spec, router=normal(E + 2, d), **parts)
+    y = own(x, "reference", routing=Routing(torch.tensor([[4, 5]] * 3), torch.tensor([[0.25, 0.5]] * 3)))
+    assert torch.equal(y.out, 0.75 * x)
+
+
+@pytest.mark.parametrize("arm", ["gemv", "per_token"])
+def test_q26_sums_of_large_activations_do_not_overflow(arm: str) -> None:
+    """32 values of 3000 sum to 96,000, which fp16 does not hold; q4_k's minimums are multiplied with such sums."""
+    spec = MoESpec(RouterSpec(E, 2), D, F)
+    # gate and up small enough that the hidden values keep an fp16 scale of their own: the sums of x are the subject
+    own = MoELayer.from_tensors(spec, router=normal(E, D), **quantised("q4_k", gate=0.01, up=0.01))
+    x, routing = torch.full((2, D), 3000.0), Routing(torch.tensor([[0, 1], [2, 3]]), torch.full((2, 2), 0.5))
+    got, want = (own(x, name, routing=routing).out for name in (arm, "reference"))
+    assert got.isfinite().all()
+    assert want.isfinite().all()
+    assert (got - want).square().sum() <= tol("gemv/layer") * want.square().sum()
 
 
 def test_zero_experts_are_nobodys_load() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_lab.checkpoint.gguf import GgufFile
-from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, RawFile
+from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.errors import CheckpointError
 from moe_lab.formats import QuantTensor
 from tests.support.descriptors import open_descriptors
@@ -118,7 +118,7 @@ class TestReads:
         file = RawFile(path, pretend)
         file.read_into(0, _Unread(view))  # type: ignore[arg-type]
         assert sum(asked) == 5 << 29
-        assert max(asked) <= MAX_READ_BYTES
+        assert max(asked) == 1 << 30  # written out: Linux moves 2^31 - 4096 bytes at most, macOS fails above 2^31 - 1
 
     def test_read_error_names_file_tensor_and_byte(self, tiny: Path) -> None:
         broken = False

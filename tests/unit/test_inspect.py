@@ -36,6 +36,7 @@ def test_a_row_for_each_moe_layer(ckpt: Checkpoint) -> None:
     assert (row.experts, row.top_k, row.router) == (8, 2, "softmax, top-2 of 8")
     assert (row.format_gate, row.format_up, row.format_down, row.format_shared) == ("q2_k", "q2_k", "q3_k", "q8_0")
     assert (row.bytes_per_expert, row.bytes_shared) == (EXPERT, SHARED)
+    assert (row.family, row.activation, row.shared) == ("qwen2_moe", "silu", "width 256, gated")
     assert row.bytes_per_layer == ROUTER + 8 * EXPERT + SHARED
     assert row.active_bytes_per_token == ROUTER + 2 * EXPERT + SHARED
 
@@ -128,6 +129,9 @@ class TestCommand:
         assert [row["layer"] for row in answer["rows"]] == [0, 1]
         assert set(answer["rows"][0]) == {*COLUMNS, "slots_0.5gib", "slots_1gib"}
         assert answer["rows"][0]["slots_1gib"] == 2**30 // EXPERT
+        assert [row["family"] for row in answer["rows"]] == ["qwen2_moe"] * 2
+        assert answer["rows"][0]["activation"] == "silu"
+        assert answer["rows"][0]["shared"] == "width 256, gated"
 
     def test_the_table_shows_formats_and_memory(self, ckpt: Checkpoint, capsys) -> None:
         code, out, err = self.call(capsys, str(ckpt.path), "--gib", "1")

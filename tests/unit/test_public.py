@@ -40,6 +40,34 @@ def test_every_public_name_resolves() -> None:
     assert set(moe_lab.__all__) <= set(dir(moe_lab))
 
 
+@pytest.mark.parametrize("room", ["", "plot", "explore", "analysis"])
+def test_completion_shows_the_public_names_and_nothing_else(room: str) -> None:
+    module = getattr(moe_lab, room) if room else moe_lab
+    assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, name) is not None for name in dir(module))
+
+
+def test_completion_in_a_notebook_follows() -> None:
+    """What JupyterLab asks the kernel for; jedi reads the source as well, and must not bring private names in."""
+    from IPython.core.completer import IPCompleter, provisionalcompleter
+    from traitlets.config import Config
+
+    for jedi in (True, False):
+        completer = IPCompleter(namespace={"lab": moe_lab}, config=Config({"Completer": {"use_jedi": jedi}}))
+        with provisionalcompleter():
+            names = {c.text.lstrip(".") for c in completer.completions("lab.plot.", len("lab.plot."))}
+        assert {name.rpartition(".")[2] for name in names} == set(moe_lab.plot.__all__)
+
+
+def test_choices_of_arithmetic_and_sizes_of_formats_are_at_hand() -> None:
+    assert moe_lab.Arithmetic(safe_sum=True).safe_sum
+    bits = {name: format.bits_per_weight for name, format in moe_lab.FORMATS.items()}
+    known = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5, "q2_k": 2.625, "mxfp4": 4.25, "nvfp4_ct": 4.5}
+    assert {name: bits[name] for name in known} == known
+    assert bits["fp8_block"] == 8 + 32 / 128**2
+    assert all(1 < b <= 32 for b in bits.values())
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'opne'"):
         _ = moe_lab.opne
@@ -53,9 +81,9 @@ def test_import_loads_torch_alone() -> None:
 @pytest.mark.parametrize("first", ["import moe_lab.{0}", "lab.{0}\nimport moe_lab.{0}", "from moe_lab import {0}"])
 def test_function_wins_over_its_module(first: str) -> None:
     """Importing the submodule first must not leave the module in the function's place."""
-    names = ("open", "sample", "simulate")
+    names = ("open", "sample", "simulate", "runs", "bench")
     code = "\n".join(first.format(name) for name in names) + f"\nprint([callable(getattr(lab, n)) for n in {names}])"
-    assert python(code) == "[True, True, True]"
+    assert python(code) == str([True] * len(names))
 
 
 def test_core_needs_torch_triton_numpy_alone() -> None:

@@ -51,6 +51,24 @@ def test_partly_nan_row_never_picks_nan_before_finite() -> None:
     assert r.weights[0].sum() == pytest.approx(1.0)
 
 
+def test_r02_nan_ranks_below_scores_that_underflow_to_0() -> None:
+    r = route(row(NAN, -800, -900, -1000), RouterSpec(4, 2, score="sigmoid"))
+    assert r.ids.tolist() == [[1, 2]]
+    assert r.weights.isfinite().all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_logits_are_storage_alone(dtype: torch.dtype, score: str) -> None:
+    """The same values as fp32 have the same ids and weights, bit for bit, on whichever path `route` takes."""
+    spec = RouterSpec(48, 6, score=score, weights_from="softmax_topk" if score == "none" else "score", normalize=True)
+    logits = (3 * torch.randn(64, 48, generator=torch.Generator().manual_seed(2))).to(dtype)
+    for backend in ("auto", "torch"):
+        got, want = route(logits, spec, backend=backend), route(logits.float(), spec, backend=backend)
+        assert torch.equal(got.ids, want.ids)
+        assert torch.equal(got.weights, want.weights)
+
+
 def test_r04_infinities() -> None:
     low = route(torch.full((1, 8), -INF), RouterSpec(8, 2))
     assert low.ids.tolist() == [[0, 1]]
@@ -106,6 +124,8 @@ def test_r16_r17_underflowing_sums_stay_finite(dtype: torch.dtype) -> None:
     r = route(logits, spec, correction_bias=torch.arange(16.0))
     assert r.weights.isfinite().all()
     assert torch.equal(r.weights[1:], route(logits[1:], spec, correction_bias=torch.arange(16.0)).weights)
+    # sigmoid(-110) is 2e-48, far below the guard: a guard or sum kept in 16 bits is 0 and shows here
+    assert torch.equal(r.weights, route(logits.float(), spec, correction_bias=torch.arange(16.0)).weights)
 
 
 def test_r19_token_ids_outside_the_table() -> None:

@@ -39,8 +39,8 @@ def test_quantising_keeps_shape_error_and_size(format: str) -> None:
     error = (q.dequantize() - w.float()).square().mean() / w.float().square().mean()
     bits, largest_error = FORMAT_FACTS[format]
     assert error < largest_error, f"bits decide the error: {bits:.3f} a weight"
-    assert q.codec.bits_per_weight() == bits
-    assert 8 * q.nbytes / w.numel() == q.codec.bits_per_weight(tuple(w.shape))
+    assert q.codec.bits_per_weight == bits
+    assert 8 * q.nbytes / w.numel() == q.codec.bits_of(tuple(w.shape))
     assert q.first_flaw() is None
 
 
