@@ -125,7 +125,7 @@ def test_sizes_and_strides_do_not_multiply_compilations() -> None:
 
     gemv_case("q3_k", 64, 2048, [1], slots=1, device="cuda", dtype="f16").run()
     before = programs()
-    for n, kd, slots in ((1, 1280, 1), (16, 4096, 2), (17, 2304, 16), (704, 2048, 17)):
+    for n, kd, slots in ((1, 1280, 1), (16, 4096, 2), (17, 3840, 16), (704, 2048, 17)):
         gemv_case("q3_k", n, kd, [4, 1, 3], slots=slots, device="cuda", dtype="f16").run()
     assert programs() == before
 

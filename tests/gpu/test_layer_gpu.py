@@ -37,7 +37,7 @@ def test_gemv_kernels_agree_with_the_torch_path(ckpt, rows, dtype) -> None:
     # another order of addition in the router's product: sums in fp32 there, in float64 here
     picks = here.route(x)
     assert (on_gpu.routing.ids.cpu().sort(-1).values == picks.ids.sort(-1).values).all(-1).float().mean() > 0.99
-    assert nmse(on_gpu.out.cpu(), on_cpu.out) <= tol("gemv/emulation" if dtype == torch.float32 else "store/bf16")
+    assert nmse(on_gpu.out.cpu(), on_cpu.out) <= tol("gemv/devices" if dtype == torch.float32 else "store/bf16")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 37, 199])
@@ -76,14 +76,15 @@ def test_phases_add_up_and_count_real_launches(ckpt, rows) -> None:
     row = y.timing.row()
     parts = row["route_ms"] + row["fetch_ms"] + row["compute_ms"] + row["other_ms"]
     assert parts == pytest.approx(row["wall_ms"], rel=1e-6)
-    # router, top-k, plan; quantise, gate+up, activation, quantise, down for routed and shared; the weighted sum
-    assert row["launches"] == 14
+    # router, top-k, plan; quantise, gate+up, activation, quantise, down for the routed experts (q2_k, q3_k); quantise,
+    # gate+up to hidden rows, down for the shared one (q8_0); the weighted sum
+    assert row["launches"] == 12
 
 
 def test_a_decode_step_routes_and_plans_in_one_launch(ckpt, rows) -> None:
     layer = ckpt.layer(LAYER, device="cuda")
     # router, top-k and plan; then as above
-    assert layer(rows[:1].cuda(), "gemv").timing.launches == 13
+    assert layer(rows[:1].cuda(), "gemv").timing.launches == 11
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -47,7 +47,7 @@ class TritonGemv(TorchGemv):
 
     def product(self, weight, row):
         out = torch.empty(len(weight), device=row.device)
-        matvec[(triton.cdiv(len(weight), 64),)](weight, row, out, *weight.shape, ROWS=64, TILE=64)
+        matvec[(triton.cdiv(len(weight), 64),)](weight, row.contiguous(), out, *weight.shape, ROWS=64, TILE=64)
         return out
 
 
