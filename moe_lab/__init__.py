@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it; a dotted target after the colon, or the module itself when there is none.
 _PUBLIC = {
+    "Activations": "activations:Activations",
+    "Arithmetic": "formats:Arithmetic",
     "CheckpointError": "errors:CheckpointError",
     "ExpertCache": "stream.cache:ExpertCache",
     "ExpertPlan": "routing:ExpertPlan",
@@ -31,8 +33,12 @@ _PUBLIC = {
     "RouterSpec": "spec:RouterSpec",
     "Routing": "routing:Routing",
     "RoutingTrace": "trace:RoutingTrace",
+    "Run": "runs.run:Run",
     "SharedSpec": "spec:SharedSpec",
+    "analysis": "analysis",
+    "bench": "bench.harness:bench",
     "compare": "parity:compare",
+    "diff": "runs.verdict:diff",
     "errors": "errors",
     "explore": "explore",
     "hf": "hf",
@@ -43,13 +49,17 @@ _PUBLIC = {
     "quantize": "formats:quantize",
     "record": "timing:record",
     "route": "routing:route",
+    "runs": "runs.collect:runs",
     "sample": "sample:sample",
     "simulate": "simulate:simulate",
     "tolerances": "tolerances",
+    "write_gguf": "export:write_gguf",
 }
 
 __all__ = [
     "FORMATS",
+    "Activations",
+    "Arithmetic",
     "CheckpointError",
     "ExpertCache",
     "ExpertPlan",
@@ -64,9 +74,13 @@ __all__ = [
     "RouterSpec",
     "Routing",
     "RoutingTrace",
+    "Run",
     "SharedSpec",
     "__version__",
+    "analysis",
+    "bench",
     "compare",
+    "diff",
     "errors",
     "explore",
     "hf",
@@ -77,24 +91,33 @@ __all__ = [
     "quantize",
     "record",
     "route",
+    "runs",
     "sample",
     "simulate",
     "tolerances",
+    "write_gguf",
 ]
 
 if TYPE_CHECKING:
+    from moe_lab import analysis as analysis
     from moe_lab import errors as errors
     from moe_lab import explore as explore
     from moe_lab import hf as hf
     from moe_lab import models as models
     from moe_lab import plots as plot
     from moe_lab import tolerances as tolerances
+    from moe_lab.activations import Activations
+    from moe_lab.bench.harness import bench
     from moe_lab.errors import CheckpointError, LabError, LabTypeError, MissingExtra
-    from moe_lab.formats import FORMATS, QuantTensor, quantize
+    from moe_lab.export import write_gguf
+    from moe_lab.formats import FORMATS, Arithmetic, QuantTensor, quantize
     from moe_lab.layer import MoELayer, MoEOutput, Options
     from moe_lab.open import open
     from moe_lab.parity import compare
     from moe_lab.routing import ExpertPlan, Routing, plan, route
+    from moe_lab.runs.collect import runs
+    from moe_lab.runs.run import Run
+    from moe_lab.runs.verdict import diff
     from moe_lab.sample import sample
     from moe_lab.simulate import simulate
     from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
@@ -114,7 +137,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    """The public names and nothing else: what a notebook completes after `lab.`."""
+    return sorted(__all__)
 
 
 class _Package(ModuleType):

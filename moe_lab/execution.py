@@ -11,7 +11,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms import Arm, ArmContext, ExpertStack, Schedule, Work, get_arm, refusal, waves
+from moe_lab.arms import ARMS, Arm, ArmContext, ExpertStack, Schedule, Work, get_arm, refusal, waves
+from moe_lab.arms.guard import blaming, expect_nothing, expect_shared
 from moe_lab.block import is_plain, leave, routed_rows, shared_rows
 from moe_lab.errors import LabError
 from moe_lab.routing import Routing
@@ -79,7 +80,7 @@ class Execution:
     def __init__(self, layer: LayerParts, x: Tensor, arm: str | Arm, options: Options) -> None:
         self.layer, self.x, self.options = layer, x.contiguous(), options
         self.backend = backend_of(x)
-        self.arm = get_arm(arm, layer.experts.formats, self.backend, layer.spec)
+        self.arm = get_arm(arm, layer.experts.formats, self.backend, layer.spec, len(x))
         self.shared_spec = shared_formula(layer.spec)
         self.shared_arm = self._pick_shared_arm()
         self.work = Work()
@@ -138,7 +139,9 @@ class Execution:
         for step in schedule.steps:
             for wave in waves(step, self.layer.experts.slots):
                 with self.leased([g.expert for g in wave]) as stack, self.phase("compute"):
-                    self.arm.experts(self.rows, stack, schedule, wave, self.y, self.ctx)
+                    with blaming(self.arm, "experts", ARMS):
+                        given = self.arm.experts(self.rows, stack, schedule, wave, self.y, self.ctx)
+                    expect_nothing(self.arm, given, self.y)
                     self.work.submissions += 1
 
     def shared(self) -> Tensor | None:
@@ -147,7 +150,9 @@ class Execution:
             return None
         rows = shared_rows(self.x, self.layer.spec, self.layer.norms, self.ctx.store)
         context = replace(self.ctx, spec=self.shared_spec)
-        return self.shared_arm.shared(rows, self.layer.shared_stack, context)  # type: ignore[attr-defined]
+        with blaming(self.shared_arm, "shared", ARMS):
+            given = self.shared_arm.shared(rows, self.layer.shared_stack, context)  # type: ignore[attr-defined]
+        return expect_shared(self.shared_arm, given, tuple(rows.shape), self.ctx.store_dtype)
 
     def combine(self, routing: Routing, shared: Tensor | None) -> Tensor:
         """Weighted sum over slots in fp32, then what the spec puts behind it, then one rounding to x's dtype."""

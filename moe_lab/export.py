@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab._types import Tensor
-from moe_lab.checkpoint.gguf_writer import write_gguf_tensors
-from moe_lab.errors import LabError
+from moe_lab.checkpoint.gguf_writer import fill_gguf
+from moe_lab.checkpoint.promised import WRITTEN
+from moe_lab.checks import wants, wants_path, wants_whole
+from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import Family, FileRow, FileSetting, When, get_family
 from moe_lab.families.row import NORMS
 from moe_lab.files import replace_file
@@ -34,21 +36,37 @@ def write_gguf(
 
     `family`: the row, where it is not the one the layers' specs name. `metadata` and `tensors` go in beside what the
     layers need (other parts of a model, its name). LabError for layers of different families, a family without a GGUF,
-    streamed experts, a format that is none of ggml's, or a spec that the file would not give back.
+    streamed experts, a format that is none of ggml's, `tensors` of the layers' own names, or a spec that the file would
+    not give back.
     """
-    if not layers:
-        raise LabError("a GGUF of MoE layers wants at least one layer.")
+    path = wants_path("the GGUF's path", path)
+    _check_layers(layers)
     row, file = _row(layers, family)
     specs = {number: layer.spec for number, layer in sorted(layers.items())}
     keys = {**_sizes(file, specs), **_settings(row, file, specs), **dict(metadata or {})}
     named = {name: value for number in specs for name, value in _tensors(row, file, layers[number], number).items()}
-    named |= dict(tensors or {})
+    others = dict(tensors or {})
+    if twice := sorted(named.keys() & others.keys()):
+        raise LabError(f"tensors names {', '.join(twice)}, which the layers write themselves.")
 
     def write(part: Path) -> None:
-        write_gguf_tensors(part, file.types[0], named, keys)
-        _check(part, row, specs)
+        fill_gguf(part, file.types[0], named | others, keys)
+        try:
+            _check(part, row, specs)
+        except CheckpointError as error:  # its file is the part, which nobody has seen
+            message = str(error).replace(str(part), str(path))
+            raise LabError(f"{message} So a GGUF of family {row.name} cannot hold these layers.") from error
 
     return replace_file(path, write)
+
+
+def _check_layers(layers: Mapping[int, MoELayer]) -> None:
+    wants("layers", layers, Mapping, "a mapping from layer number to MoELayer, such as {0: layer}")
+    if not layers:
+        raise LabError("a GGUF of MoE layers wants at least one layer.")
+    for number, layer in layers.items():
+        wants_whole("a layer's number", number, 0)
+        wants(f"layers[{number}]", layer, MoELayer, "a MoELayer")
 
 
 def _row(layers: Mapping[int, MoELayer], family: str | Family | None) -> tuple[Family, FileRow]:
@@ -64,6 +82,8 @@ def _row(layers: Mapping[int, MoELayer], family: str | Family | None) -> tuple[F
 def _sizes(file: FileRow, specs: Mapping[int, MoESpec]) -> dict[str, Any]:
     arch = file.types[0]
     found: dict[str, Any] = {f"{arch}.block_count": max(specs) + 1}
+    if len(specs) <= max(specs):  # some of a model's layers, which no other key of every architecture says
+        found[WRITTEN] = list(specs)
     for field, keys in (
         ("num_experts", file.sizes.num_experts), ("top_k", file.sizes.top_k), ("d_model", file.sizes.d_model),
         ("d_expert", file.sizes.d_expert), ("d_shared", file.sizes.d_shared),

@@ -20,7 +20,13 @@ def replace_file(path: str | Path, write: Callable[[Path], object]) -> Path:
         write(part)
         os.replace(part, path)
     except OSError as error:
-        raise LabError(f"cannot write {path}: {error.strerror or error}.") from error
+        raise LabError(f"cannot write {path}: {why(error)}.") from error
     finally:
         part.unlink(missing_ok=True)
     return path
+
+
+def why(error: OSError) -> str:
+    """What the system says. numpy reports a write that a full disk cut short without the system's number."""
+    cut_short = error.errno is None and "requested and" in str(error)
+    return "No space left on device" if cut_short else error.strerror or str(error)

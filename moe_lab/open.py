@@ -8,7 +8,8 @@ import os
 import reprlib
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from numbers import Integral
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,8 +21,9 @@ from moe_lab.checkpoint.expert_slice import ExpertSlice
 from moe_lab.checkpoint.layout import LayerLayout, MoELayout, family_of_file, read_layout
 from moe_lab.checkpoint.names import Stored
 from moe_lab.checkpoint.slices import ROUTED, expert_slices
+from moe_lab.checks import wants, wants_path
 from moe_lab.devices import resolve_device
-from moe_lab.errors import LabError
+from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import FAMILIES, Family, get_family
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
@@ -34,16 +36,29 @@ def open(path: str | os.PathLike[str], *, family: str | Family | None = None) ->
     """Open a model and check it whole: a GGUF (any part of a split one), a safetensors file, its index, or the folder
     of a Hugging Face model. `family` overrides what the file says of itself.
 
-    CheckpointError for a file that is missing, broken, hostile or of a kind not read. A file without MoE layers, or
-    of an architecture without a family, opens with `.spec` None: its tensors can be read all the same.
+    CheckpointError for a file that is missing, broken, hostile or of a kind not read, that lacks a MoE layer which its
+    settings promise, or has none that the `family` given describes. A file without MoE layers, or of an architecture
+    without a family, opens with `.spec` None: its tensors can be read all the same.
     """
-    file = open_tensor_file(path)
+    file = open_tensor_file(wants_path("the model's path", path))
     try:
         chosen = family_of_file(file) if family is None else get_family(family)
-        return Checkpoint(file, read_layout(file, chosen) if chosen is not None else None)
+        layout = read_layout(file, chosen) if chosen is not None else None
+        if family is not None and layout is None:
+            _refuse_family(file, get_family(family))
+        return Checkpoint(file, layout)
     except BaseException:
         file.close()
         raise
+
+
+def _refuse_family(file: TensorFile, family: Family) -> NoReturn:
+    row = family.gguf if file.kind == "gguf" else family.hf
+    wanted = " or ".join(dict.fromkeys(names.down for names in row.names)) if row else ""
+    own = family_of_file(file)
+    hint = f" The file says of itself that it is {own.name}." if own is not None and own.name != family.name else ""
+    what = f"has no MoE layer of a {family.name} model: no tensor is called {wanted}.{hint}"
+    raise CheckpointError(file.path, "missing tensor", what, wanted=wanted)
 
 
 class Checkpoint:
@@ -125,6 +140,8 @@ class Checkpoint:
         for a `cache` over experts that are no runs of bytes. One cache may serve all layers of a checkpoint.
         """
         self._layer(i)
+        if cache is not None:
+            wants("cache", cache, ExpertCache, "a lab.ExpertCache, such as lab.ExpertCache(slots=8)")
         reader = LayerReader(self._file, self._known_layout(), i, resolve_device(device))
         return reader.resident() if cache is None else reader.streamed(self.expert_source, cache)
 
@@ -149,13 +166,16 @@ class Checkpoint:
 
     def _layer(self, layer: int) -> LayerLayout:
         layers = self._known_layout().layers
-        if layer not in layers:
+        if isinstance(layer, bool) or not isinstance(layer, Integral) or layer not in layers:
             raise LabError(f"{self.path} has no MoE layer {layer!r}; it has {', '.join(map(str, layers))}.")
         return layers[layer]
 
     def _known_layout(self) -> MoELayout:
         if self._layout is None:
             arch = reprlib.repr(self.architecture)
+            own = family_of_file(self._file)
+            if own is not None:
+                raise LabError(f"{self.path} (architecture {arch}, family {own.name}) is dense: it has no MoE layer.")
             raise LabError(
                 f"{self.path} (architecture {arch}) has no MoE layers that a known family describes; known families: "
                 f"{', '.join(FAMILIES)}. Pass open(path, family=...) a Family of your own for another one."

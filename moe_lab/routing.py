@@ -14,6 +14,7 @@ from moe_lab._types import Float, Float32, Int, Tensor
 from moe_lab.card import card
 from moe_lab.checks import wants, wants_tensor, wants_whole
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.routing_checks import ID_DTYPES, check_logits, check_route
 from moe_lab.spec import RouterSpec
 from moe_lab_kernels import plan as plan_kernel
 from moe_lab_kernels import route_plan as route_plan_kernel
@@ -23,7 +24,6 @@ from moe_lab_kernels.checks import FLOATS
 from moe_lab_kernels.router_settings import unserved
 
 BackendChoice = Literal["auto", "torch", "triton"]
-ID_DTYPES = (torch.int32, torch.int64)
 MOST_EXPERTS = 1 << 16
 """More than any model has: a mistaken count must not become an allocation of gigabytes."""
 
@@ -112,7 +112,7 @@ def route(
     raises LabError naming the first row with a NaN or +inf instead. LabError for widths that disagree. `backend`
     "auto": one kernel launch on CUDA and in the interpreter, for routers and dtypes it serves, else torch; same bits.
     """
-    _check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
+    check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
     vectors = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
     if _takes_kernel(backend, unserved(spec), logits, **vectors):
         ids, weights, affected = topk_kernel.topk(logits, spec, **vectors)
@@ -153,11 +153,10 @@ def choice_margin(
     within the kept groups. 0 is a tie, which the lower id wins; inf where no further expert could be picked; NaN for
     hash routing, which ranks nothing. LabError for widths that disagree.
     """
-    wants_tensor("logits", logits)
-    wants("spec", spec, RouterSpec, "a RouterSpec (of a MoESpec: spec.router)")
+    check_logits(logits, spec)
     if spec.hash_routing:
         return torch.full((len(logits),), float("nan"), device=logits.device)
-    _check_route(logits, spec, correction_bias, None, None, None)
+    check_route(logits, spec, correction_bias, None, None, None)
     z, nan = _conditioned(logits, spec)
     if spec.top_k == spec.width:
         return torch.full((len(logits),), float("inf"), device=logits.device)
@@ -200,60 +199,6 @@ def _refuse_affected(bad: Tensor) -> None:
 def _count(affected: Tensor) -> Tensor:
     """Rows flagged, int32 0-d; one row's flag is its count, which saves a decode step a launch."""
     return affected.view(()) if len(affected) == 1 else affected.sum(dtype=torch.int32)
-
-
-def _check_route(logits, spec, bias, table, token_ids, per_expert_scale) -> None:
-    wants_tensor("logits", logits)
-    wants("spec", spec, RouterSpec, "a RouterSpec (of a MoESpec: spec.router)")
-    given = {"correction_bias": bias, "hash_table": table, "token_ids": token_ids, "per_expert_scale": per_expert_scale}
-    for name, tensor in given.items():
-        if tensor is not None:
-            wants_tensor(name, tensor)
-    if not logits.is_floating_point():
-        raise LabTypeError(f"logits are floating point [T, R], got {logits.dtype}.")
-    if logits.ndim != 2 or logits.shape[1] != spec.width:
-        raise LabError(
-            f"logits have shape {tuple(logits.shape)}, but the router scores R={spec.width} "
-            f"({spec.num_experts} experts + {spec.zero_experts} zero experts): wanted [T, {spec.width}]."
-        )
-    if bias is not None and tuple(bias.shape) != (spec.width,):
-        raise LabError(
-            f"correction_bias has shape {tuple(bias.shape)}; wanted [R] = [{spec.width}], zero experts included."
-        )
-    if bias is not None and spec.weights_from == "sparsemixer":
-        raise LabError("weights_from='sparsemixer' ranks the logits themselves: a correction_bias would do nothing.")
-    if per_expert_scale is not None and tuple(per_expert_scale.shape) != (spec.num_experts,):
-        raise LabError(
-            f"per_expert_scale has shape {tuple(per_expert_scale.shape)}; wanted [E] = [{spec.num_experts}]."
-        )
-    if spec.hash_routing:
-        _check_hash(logits, spec, table, token_ids)
-    elif table is not None:
-        raise LabError("a hash_table was given, but spec.hash_routing is False.")
-
-
-def _check_hash(logits, spec, table, token_ids) -> None:
-    if table is None or token_ids is None:
-        missing = "hash_table" if table is None else "token_ids"
-        raise LabError(f"hash routing takes experts from tid2eid[token_id]: {missing} is missing.")
-    for name, t in (("hash_table", table), ("token_ids", token_ids)):
-        if t.dtype not in ID_DTYPES:
-            raise LabTypeError(f"{name} is int32 or int64, got {t.dtype}.")
-    if table.ndim != 2 or table.shape[1] != spec.top_k:
-        raise LabError(f"hash_table has shape {tuple(table.shape)}; wanted [V, K] with K={spec.top_k}.")
-    if tuple(token_ids.shape) != (logits.shape[0],):
-        raise LabError(f"token_ids have shape {tuple(token_ids.shape)}; wanted [T] = [{logits.shape[0]}].")
-    if not logits.is_cuda:  # on the device `_hashed` skips and counts: a look from the host would stop a graph
-        _refuse_unhashed(table, token_ids, spec.width)
-
-
-def _refuse_unhashed(table: Tensor, token_ids: Tensor, width: int) -> None:
-    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= width):
-        raise LabError(f"hash_table holds expert ids {int(table.min())}..{int(table.max())}; wanted 0..{width - 1}.")
-    outside = (token_ids < 0) | (token_ids >= table.shape[0])
-    if bool(outside.any()):
-        at = int(outside.nonzero()[0])
-        raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
 
 
 def _hashed(table: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -397,7 +342,7 @@ def route_plan(
 ) -> tuple[Routing, ExpertPlan]:
     """`route`, then `plan` of its picks; in one launch for up to 8 tokens where the kernel serves. Same bits."""
     vectors = {"correction_bias": correction_bias, "per_expert_scale": per_expert_scale}
-    _check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
+    check_route(logits, spec, correction_bias, hash_table, token_ids, per_expert_scale)
     why = route_plan_kernel.unserved(logits, spec)
     if why or not _takes_kernel(backend, why, logits, **vectors):
         table = {"hash_table": hash_table, "token_ids": token_ids}

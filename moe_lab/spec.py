@@ -5,10 +5,12 @@ This module knows nothing about files, weights or devices.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_lab.errors import LabError
+from moe_lab.checks import wants, wants_number, wants_whole
+from moe_lab.errors import LabError, LabTypeError
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 WeightsFrom = Literal["score", "softmax_topk", "sigmoid_topk", "sparsemixer"]
@@ -23,7 +25,11 @@ class RouterSpec:
     ascending) -> weights -> normalise -> scale. All of it in float64, rounded once to fp32.
 
     `normalize`: divide by the K weights' sum, guarded by `norm_eps` as `norm_kind` says ("add": sum + eps, "max":
-    max(sum, eps)). `scale_on="output"`: the factor belongs to the routed sum, not to the weights.
+    max(sum, eps)); a quotient by 0 is 0. So "max" with eps = 0 gives 0 for weights whose sum is negative, which scores
+    "none" can have. `scale_on="output"`: the factor belongs to the routed sum, not to the weights. "sparsemixer" ranks
+    the logits themselves: no groups, no correction bias, no hash table.
+
+    LabTypeError for sizes that are no whole numbers, LabError for settings that cannot be or that give NaN.
     """
 
     num_experts: int
@@ -61,6 +67,8 @@ class RouterSpec:
                 "group_score": (self.group_score, ("top2_sum", "max")),
             },
         )
+        for name in ("num_experts", "top_k", "n_group", "topk_group", "zero_experts"):
+            object.__setattr__(self, name, wants_whole(f"RouterSpec.{name}", getattr(self, name)))
         if self.num_experts < 1 or self.zero_experts < 0:
             raise LabError(
                 f"RouterSpec has E={self.num_experts} experts and Z={self.zero_experts} zero experts; "
@@ -72,12 +80,33 @@ class RouterSpec:
                 "Lower K or load a wider router."
             )
         self._check_groups()
-        if self.weights_from == "sparsemixer" and self.top_k != 2:
+        if self.weights_from == "sparsemixer":
+            self._check_sparsemixer()
+        self._check_numbers()
+
+    def _check_sparsemixer(self) -> None:
+        if self.top_k != 2:
             raise LabError(f"weights_from='sparsemixer' picks exactly K=2 experts, got K={self.top_k}.")
-        if not self.temperature > 0:
-            raise LabError(f"RouterSpec.temperature is {self.temperature}; it must be > 0.")
-        if self.softcap is not None and not self.softcap > 0:
-            raise LabError(f"RouterSpec.softcap is {self.softcap}; it must be > 0, or None for no cap.")
+        if self.n_group > 1 or self.hash_routing:
+            other = f"n_group={self.n_group}" if self.n_group > 1 else "hash_routing=True"
+            raise LabError(f"weights_from='sparsemixer' ranks the logits themselves, so {other} would do nothing.")
+
+    def _check_numbers(self) -> None:
+        checks: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+            ("norm_eps", lambda v: 0 <= v < math.inf, ">= 0 and finite"),
+            ("scale", math.isfinite, "finite"),
+            ("temperature", lambda v: 0 < v < math.inf, "> 0 and finite"),
+            ("softcap", lambda v: 0 < v < math.inf, "> 0 and finite, or None for no cap"),
+            ("jitter_eps", lambda v: 0 <= v < math.inf, ">= 0 and finite"),
+            ("group_fill", lambda v: v < math.inf, "finite or -inf"),
+        )
+        for name, fits, wanted in checks:
+            if name == "softcap" and self.softcap is None:
+                continue
+            value = getattr(self, name)
+            wants_number(f"RouterSpec.{name}", value)
+            if not fits(value):
+                raise LabError(f"RouterSpec.{name} is {value}; it must be {wanted}.")
 
     def _check_groups(self) -> None:
         g, keep, r = self.n_group, self.topk_group, self.width
@@ -112,6 +141,7 @@ class SharedSpec:
 
     def __post_init__(self) -> None:
         _one_of("SharedSpec", {"combine": (self.combine, ("sum", "average"))})
+        wants_whole("SharedSpec.d_expert", self.d_expert)
         if self.d_expert < 1:
             raise LabError(f"SharedSpec.d_expert is {self.d_expert}; it must be at least 1.")
         _check_limit("SharedSpec", self.limit)
@@ -127,6 +157,7 @@ class MoESpec:
     `weight_place`: the router's weight multiplies each expert's "output", its "input", or the "hidden" before down.
     `latent`: the experts' own width; x is projected to it before them and the weighted sum back after.
     `router_input`: "normed" scores rms_norm(x) * scale * D^-1/2 instead of the rows themselves.
+    `family`: its name in tables (a Family object counts as its name).
     `feed_forward`: "normed_residual" takes the residual stream and does the decoder layer's whole feed-forward half:
     out = (x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))) * layer_scalar, with `norm_eps`.
     """
@@ -152,6 +183,7 @@ class MoESpec:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "family", _family_name(self.family))
         _one_of(
             "MoESpec",
             {
@@ -162,6 +194,9 @@ class MoESpec:
                 "feed_forward": (self.feed_forward, ("experts", "normed_residual")),
             },
         )
+        wants("MoESpec.router", self.router, RouterSpec, "a RouterSpec")
+        for name in ("d_model", "d_expert", *(("latent",) if self.latent is not None else ())):
+            wants_whole(f"MoESpec.{name}", getattr(self, name))
         if self.d_model < 1 or self.d_expert < 1 or (self.latent is not None and self.latent < 1):
             raise LabError(f"MoESpec has D={self.d_model}, F={self.d_expert}, latent={self.latent}; wanted at least 1.")
         _check_limit("MoESpec", self.limit)
@@ -175,6 +210,10 @@ class MoESpec:
             (self.expert_bias and self.weight_place != "output", "a down bias is weighed on the output only"),
             (self.latent and self.router.zero_experts, "zero experts give x back, which a latent width cannot hold"),
             (self.feed_forward == "normed_residual" and self.shared is None, "'normed_residual' adds a shared branch"),
+            (
+                self.correction_bias and self.router.weights_from == "sparsemixer",
+                "'sparsemixer' ranks the logits themselves, so a correction bias would do nothing",
+            ),
         ):
             if wrong:
                 raise LabError(f"MoESpec cannot be: {why}.")
@@ -193,6 +232,14 @@ class MoESpec:
     def d_routed(self) -> int:
         """The width of the rows that experts read and write: D, or the latent width."""
         return self.latent or self.d_model
+
+
+def _family_name(family: object) -> str:
+    """A family's name, whether the name or the Family itself was given."""
+    name = family if isinstance(family, str) else getattr(family, "name", None)
+    if not isinstance(name, str):
+        raise LabTypeError(f"MoESpec.family is a {type(family).__name__}; wanted a name or a moe_lab.families.Family.")
+    return name
 
 
 def _one_of(what: str, fields: dict[str, tuple[str, tuple[str, ...]]]) -> None:

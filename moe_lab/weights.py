@@ -7,7 +7,7 @@ would route wrongly without a sign of it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -39,6 +39,14 @@ def on_device(record: Record, device: torch.device | str) -> Record:
     return replace(record, **moved)  # type: ignore[type-var]
 
 
+class RoutingTensors(TypedDict):
+    """Arguments of `moe_lab.route`."""
+
+    correction_bias: Tensor | None
+    hash_table: Tensor | None
+    per_expert_scale: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterWeights:
     """weight [R, D]; bias [R] added to the logits; correction_bias [R] for the choice alone; hash_table int [V, K];
@@ -52,7 +60,7 @@ class RouterWeights:
     per_expert_scale: Tensor | None = None
     input_scale: Tensor | None = None
 
-    def for_routing(self) -> dict[str, Tensor | None]:
+    def for_routing(self) -> "RoutingTensors":
         """What `moe_lab.route` takes beside the logits, by argument."""
         return {
             "correction_bias": self.correction_bias,

@@ -21,7 +21,7 @@ def capture(
     texts: Any,
     *,
     tokenizer: Any,
-    max_tokens: int,
+    max_tokens: int | None,
     layers: Sequence[int] | None,
     domains: str | Sequence[str] | None,
     dtype: str | None,

@@ -56,7 +56,10 @@ def _build(file: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> 
     token_ids = optional_array(arrays, file, "token_ids", (x.shape[1],), "iu")
     domains = optional_array(arrays, file, "domain", (x.shape[1],), "U")
     about = {name: about.get(name, "") for name in ("source", "model_hash")}
-    return Activations(x, tuple(int(n) for n in numbers), token_ids, domains, **about)
+    try:
+        return Activations(x, tuple(int(n) for n in numbers), token_ids, domains, **about)
+    except LabError as e:
+        raise LabError(f"{file}: {e}") from e
 
 
 def _read_safetensors(file: Path) -> Activations:

@@ -25,9 +25,10 @@ class Source(Protocol):
 def require_recorded(inputs: Source, claim: str) -> None:
     """LabError when `inputs` are noise: `claim` (as in "the skew of the load") would be about the noise."""
     if inputs.synthetic:
+        beside = f" No recording stands at {inputs.beside}." if isinstance(inputs, Inputs) else ""
         raise LabError(
-            f"{claim} cannot be read off synthetic rows, which hold no tokens: record a model's own with "
-            "lab.Activations.capture(model, texts) and pass that file."
+            f"{claim} cannot be read off synthetic rows, which hold no tokens.{beside} Record a model's own with "
+            "lab.Activations.capture(model, texts) and pass that file (on the command line: --input)."
         )
 
 
@@ -35,13 +36,13 @@ class Inputs:
     """Rows for the MoE layers of one model: recorded where a recording fits, else seeded noise.
 
     `recorded`: a file that Activations.load reads, or None to take `activations.npz` beside the model when there is
-    one. `about` says in a sentence what the rows are; `synthetic` is True for noise, about which no claim on routing
-    may be made (`require_recorded`).
+    one (inside it, for a folder); `beside` is where that one is looked for. `about` says in a sentence what the rows
+    are; `synthetic` is True for noise, about which no claim on routing may be made (`require_recorded`).
     """
 
     def __init__(self, model: str | Path, d_model: int, tokens: int, recorded: str | Path | None = None) -> None:
-        beside = Path(model).parent / "activations.npz"
-        path = recorded if recorded is not None else beside if beside.is_file() else None
+        self.beside = (Path(model) if Path(model).is_dir() else Path(model).parent) / "activations.npz"
+        path = recorded if recorded is not None else self.beside if self.beside.is_file() else None
         self.recorded = Activations.load(path) if path is not None else None
         if self.recorded is not None and self.recorded.d_model != d_model:
             raise LabError(f"{path} holds rows of D={self.recorded.d_model}, {model} wants D={d_model}.")

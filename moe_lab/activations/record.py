@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.errors import LabError
+from moe_lab.checks import wants, wants_path, wants_whole, wants_wholes
+from moe_lab.errors import LabError, LabTypeError
 
 if TYPE_CHECKING:
     from moe_lab.families import Family
@@ -21,7 +22,8 @@ FP16_MAX = 65504.0
 class Activations:
     """Inputs of L MoE layers for the same T tokens. x float16 or float32 [L, T, D]; `layers` names the L layers.
 
-    token_ids int32 [T], domains str [T], `source` (the model's name) and `model_hash` ("" where unknown).
+    token_ids int32 [T], domains str [T], `source` (the model's name) and `model_hash` ("" where unknown). float64 is
+    kept as float32. LabTypeError for other kinds, LabError for values that are not finite (or not in float32).
     """
 
     x: np.ndarray
@@ -31,6 +33,22 @@ class Activations:
     source: str = ""
     model_hash: str = ""
 
+    def __post_init__(self) -> None:
+        wants("Activations.x", self.x, np.ndarray, "a numpy array [L, T, D]")
+        if self.x.dtype.kind != "f" or self.x.ndim != 3:
+            raise LabTypeError(f"Activations.x is {self.x.dtype} {self.x.shape}; wanted floating point [L, T, D].")
+        layers = tuple(wants_wholes("Activations.layers", self.layers))
+        if len(layers) != len(self.x) or len(set(layers)) < len(layers):
+            raise LabError(f"Activations.layers is {layers}; wanted {len(self.x)} different numbers, one a layer of x.")
+        with np.errstate(over="ignore"):
+            x = self.x if self.x.dtype in (np.float16, np.float32) else self.x.astype(np.float32)
+        for number, rows in zip(layers, x, strict=True):
+            if not (finite := np.isfinite(rows)).all():
+                token = int(np.flatnonzero(~finite.all(axis=1))[0])
+                raise LabError(f"Activations.x of layer {number} holds values that are not finite (token {token}).")
+        object.__setattr__(self, "x", x)
+        object.__setattr__(self, "layers", layers)
+
     @classmethod
     def capture(
         cls,
@@ -38,7 +56,7 @@ class Activations:
         texts: Any,
         *,
         tokenizer: Any = None,
-        max_tokens: int = 4096,
+        max_tokens: int | None = None,
         layers: Sequence[int] | None = None,
         domains: str | Sequence[str] | None = None,
         dtype: str | None = None,
@@ -48,9 +66,9 @@ class Activations:
 
         `model`: a transformers model, or any module called with token ids [1, T], whose blocks a family's row reads
         (`family`: a row of your own beside them). `texts`: strings (then `tokenizer`) or token ids, run one at a time,
-        unpadded; rows stand in that order, each text's tokens in theirs. `max_tokens`: rows in all; the text that
-        reaches it is cut. `layers`: these alone. `domains`: a name for all texts or one each. Model modes and hooks are
-        put back, gradients are off.
+        unpadded; rows stand in that order, each text's tokens in theirs. `max_tokens`: rows in all (None takes every
+        token); the text that reaches it is cut. `layers`: these alone. `domains`: a name for all texts or one each.
+        Model modes and hooks are put back, gradients are off.
 
         `dtype`: "float16", "float32", or None for float16 unless a value lies beyond its +-65,504, then float32.
         Memory: L * T * D * 2 (or 4) bytes. LabError for values that are not finite, or beyond an explicit float16.
@@ -72,13 +90,13 @@ class Activations:
         """
         from moe_lab.activations.files import read
 
-        return read(Path(file))
+        return read(wants_path("the recording's path", file))
 
     def save(self, file: str | Path) -> Path:
         """Write an npz that `load` reads; returns its path. LabError for another suffix or a disk that refuses."""
         from moe_lab.activations.files import write
 
-        return write(self, Path(file))
+        return write(self, wants_path("the recording's path", file))
 
     @property
     def synthetic(self) -> bool:
@@ -97,8 +115,8 @@ class Activations:
 
     def layer(self, number: int, tokens: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """x [T, D] of one layer, its first `tokens` rows. LabError for an unknown layer or too many rows."""
-        if number not in self.layers:
+        if wants_whole("layer", number) not in self.layers:
             raise LabError(f"no activations of layer {number}; recorded: {', '.join(map(str, self.layers))}.")
-        if tokens is not None and not 0 <= tokens <= self.tokens:
+        if tokens is not None and not 0 <= wants_whole("tokens", tokens) <= self.tokens:
             raise LabError(f"{tokens} tokens asked, but {self.tokens} were recorded.")
         return torch.from_numpy(self.x[self.layers.index(number), :tokens].astype(np.float32)).to(dtype)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moe_lab.analysis.frames import frame
-from moe_lab.analysis.picks import layers_of, occupancy
+from moe_lab.analysis.picks import layers_of, occupancy, wants_trace
 from moe_lab.errors import LabError
 from moe_lab.trace import RoutingTrace
 
@@ -39,6 +39,7 @@ def coactivation(
     Tokens that fill fewer or more than K different experts (skips, zero experts, duplicates) are drawn with their own
     number. LabError for K = 1 or, with "domain", a trace without domains.
     """
+    wants_trace("lab.analysis.coactivation", trace)
     if trace.top_k < 2:
         raise LabError("lab.analysis.coactivation: a token picks K=1 expert, so no two are picked together.")
     if within not in ("all", "domain"):
@@ -126,7 +127,8 @@ def _weights(inclusion: np.ndarray, k: int) -> np.ndarray:
         step = np.linalg.lstsq(covariance, gap, rcond=None)[0]
         step *= min(1.0, LONGEST_STEP / np.abs(step).max())
         log_w = _downhill(inclusion, log_w - log_w.mean(), step, k)
-    raise LabError(f"no drawing of K={k} of {len(inclusion)} experts with these popularities was found in {MOST_ROUNDS} steps.")
+    many = f"K={k} of {len(inclusion)} experts"
+    raise LabError(f"no drawing of {many} with these popularities was found in {MOST_ROUNDS} steps.")
 
 
 def _downhill(inclusion: np.ndarray, log_w: np.ndarray, step: np.ndarray, k: int) -> np.ndarray:

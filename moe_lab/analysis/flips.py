@@ -16,9 +16,10 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.activations import Activations, Inputs
 from moe_lab.analysis.frames import frame, pandas
-from moe_lab.analysis.recorded import recorded
+from moe_lab.analysis.recorded import layer_numbers, layer_of, recorded, rows_for
 from moe_lab.analysis.scores import layer_logits
 from moe_lab.block import router_logits
+from moe_lab.checks import wants, wants_tensor
 from moe_lab.errors import LabError
 from moe_lab.formats import quantize
 from moe_lab.layer import MoELayer
@@ -47,6 +48,9 @@ def flips(
     Any two logits of one router: two dtypes, two weight formats, or its logits for what two arms fed it. LabError for
     shapes that differ or a hash router, whose picks no logit moves.
     """
+    wants_tensor("a", a)
+    wants_tensor("b", b)
+    wants("spec", spec, RouterSpec, "a RouterSpec (of a layer: layer.spec.router)")
     if a.shape != b.shape:
         raise LabError(f"lab.analysis.flips compares equal shapes, got {tuple(a.shape)} and {tuple(b.shape)}.")
     if spec.hash_routing:
@@ -104,13 +108,17 @@ def router_flips(
     `variants`: name -> function (layer, x [T, D]) -> logits [T, R]; default: logits rounded to bf16, a product of bf16
     inputs, a Q8_0 router weight. Synthetic rows are refused.
     """
-    rows_of = recorded(inputs, "router_flips")
+    numbers, rows_of = layer_numbers(model, "router_flips"), recorded(inputs, "router_flips")
+    chosen = ROUTER_VARIANTS if variants is None else variants
+    wants("variants", chosen, Mapping, "a mapping from name to function (layer, x) -> logits")
+    if not chosen:
+        raise LabError("lab.analysis.router_flips: variants is empty; name one function (layer, x) -> logits, or none.")
     parts = []
-    for number in model.moe_layers if isinstance(model, Checkpoint) else sorted(model):
-        layer = model.layer(number) if isinstance(model, Checkpoint) else model[number]
-        x, own = rows_of.layer(number), layer.router_weights
+    for number in numbers:
+        layer = layer_of(model, number)
+        x, own = rows_for(layer, rows_of, number, "router_flips"), layer.router_weights
         exact = layer_logits(layer, x)
-        for name, variant in (ROUTER_VARIANTS if variants is None else variants).items():
+        for name, variant in chosen.items():
             found = flips(
                 exact, variant(layer, x), layer.spec.router,
                 correction_bias=own.correction_bias, per_expert_scale=own.per_expert_scale,
@@ -118,8 +126,6 @@ def router_flips(
             found.insert(0, "layer", number)
             found.insert(1, "pair", name)
             parts.append(found)
-    if not parts:
-        raise LabError("lab.analysis.router_flips: the model has no MoE layer.")
     return pandas("router_flips").concat(parts, ignore_index=True)
 
 
@@ -130,6 +136,11 @@ def flip_rate(df: "pd.DataFrame", edges: Sequence[float] | None = None) -> "pd.D
     Default bins: two a factor of ten, the first from 0 and wide enough for `LEAST_TOKENS` tokens of each pair. Infinite
     and NaN margins have no bin.
     """
+    wants("df", df, pandas("flip_rate").DataFrame, "the DataFrame of lab.analysis.flips or router_flips")
+    if lacking := [name for name in ("margin", "flipped") if name not in df]:
+        raise LabError(
+            f"lab.analysis.flip_rate: df lacks {', '.join(lacking)}; wanted the rows of flips or router_flips."
+        )
     named = df if "pair" in df else df.assign(pair="a vs b")
     finite = named[np.isfinite(named["margin"])]
     bounds = np.array(_edges([g.to_numpy() for _, g in finite.groupby("pair")["margin"]]) if edges is None else edges)

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_lab.analysis.frames import frame
 from moe_lab.analysis.picks import layers_of
+from moe_lab.checks import wants_whole
 from moe_lab.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def skew(trace: RoutingTrace, *, layers: Iterable[int] | None = None, seed: int 
     (mean of 20 seeded draws; ranks come from the counts they are fitted to, so chance alone gives some skew).
     An exponent is NaN for a layer without picks; explained is NaN where the measured load is exactly even.
     """
+    wants_whole("seed", seed, 0)
     rows = []
     for number in layers_of(trace, layers, "skew"):
         c = np.sort(counts(trace, number))[::-1]

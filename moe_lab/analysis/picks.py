@@ -9,12 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from moe_lab.checks import wants, wants_whole, wants_wholes
 from moe_lab.errors import LabError
 from moe_lab.trace import RoutingTrace
 
 
+def wants_trace(question: str, trace: object) -> None:
+    """LabTypeError for anything but a RoutingTrace; `question` names who asks."""
+    wants(f"the trace of {question}", trace, RoutingTrace, "a RoutingTrace: lab.RoutingTrace.load(path) reads one")
+
+
 def occupancy(trace: RoutingTrace, layer: int) -> np.ndarray:
     """bool [T, E]: whether the token picks the expert in this layer. LabError for a layer that the trace lacks."""
+    wants_trace("lab.analysis.occupancy", trace)
     ids = trace.layer(layer).astype(np.int64)
     hot = np.zeros((trace.tokens, trace.num_experts + 1), dtype=bool)
     np.put_along_axis(hot, np.minimum(ids, trace.num_experts), True, axis=1)
@@ -28,9 +35,10 @@ def popularity(hot: np.ndarray) -> np.ndarray:
 
 def layers_of(trace: RoutingTrace, layers: Iterable[int] | None, question: str) -> tuple[int, ...]:
     """The layers asked for, all by default. LabError for a trace without tokens or a layer that it lacks."""
+    wants_trace(f"lab.analysis.{question}", trace)
     if trace.tokens == 0:
         raise LabError(f"lab.analysis.{question}: the trace holds no token.")
-    chosen = trace.layers if layers is None else tuple(layers)
+    chosen = trace.layers if layers is None else tuple(wants_wholes("layers", layers))
     for number in chosen:
         trace.layer(number)
     return chosen
@@ -41,6 +49,7 @@ def tokens_of(trace: RoutingTrace, which: slice | np.ndarray) -> RoutingTrace:
 
     LabError where that is no token, or a number outside 0..T - 1.
     """
+    wants_trace("lab.analysis.tokens_of", trace)
     try:
         order = np.arange(trace.tokens)[which]
     except IndexError as error:
@@ -56,7 +65,8 @@ def shuffled(trace: RoutingTrace, seed: int = 0, *, within_domain: bool = False)
     `within_domain` permutes the tokens of each domain among their own places, which keeps what the change of subject
     alone explains. LabError when the trace names no domains.
     """
-    rng = np.random.default_rng(seed)
+    wants_trace("lab.analysis.shuffled", trace)
+    rng = np.random.default_rng(wants_whole("seed", seed, 0))
     if not within_domain:
         return _reordered(trace, rng.permutation(trace.tokens))
     if trace.domains is None:

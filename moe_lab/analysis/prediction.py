@@ -20,8 +20,9 @@ import numpy as np
 
 from moe_lab.activations import Activations, Inputs
 from moe_lab.analysis.frames import frame
-from moe_lab.analysis.recorded import recorded
+from moe_lab.analysis.recorded import layer_numbers, layer_of, recorded, rows_for
 from moe_lab.analysis.scores import ranking
+from moe_lab.checks import wants_whole, wants_wholes
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
 from moe_lab.open import Checkpoint
@@ -51,20 +52,21 @@ def next_layer(
     refused. `reads`: the k' (default K..2K). `cache_slots`: S, the LRU's slots a layer (default a quarter of the
     experts, at least K). would_read: experts a token. LabError for fewer than two layers, too few slots, k' beyond R.
     """
-    from_file = isinstance(model, Checkpoint)
-    rows_of = recorded(inputs, "next_layer")
-    known = model.moe_layers if from_file else sorted(model)
+    known, rows_of = layer_numbers(model, "next_layer"), recorded(inputs, "next_layer")
+    reads = None if reads is None else wants_wholes("reads", reads)
+    if cache_slots is not None:
+        wants_whole("cache_slots", cache_slots)
     numbers = [n for n in known if n in rows_of.layers]
     if len(numbers) < 2:
         raise LabError(f"lab.analysis.next_layer needs two MoE layers with recorded inputs; there are {len(numbers)}.")
     rows = []
     for here, there in pairwise(numbers):
-        layer = model.layer(there) if from_file else model[there]
+        layer = layer_of(model, there)
         k, e = layer.spec.top_k, layer.spec.num_experts
         slots = max(k, e // 4) if cache_slots is None else cache_slots
-        widths = list(range(k, min(2 * k, e) + 1)) if reads is None else list(reads)
+        widths = list(range(k, min(2 * k, e) + 1)) if reads is None else reads
         _check(widths, slots, layer)
-        truth = ranking(layer, rows_of.layer(there), k).cpu().numpy()
+        truth = ranking(layer, rows_for(layer, rows_of, there, "next_layer"), k).cpu().numpy()
         ahead = ranking(layer, rows_of.layer(here), max(widths)).cpu().numpy()
         picked = _hot(truth, e)
         resident = _resident(picked, slots)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_lab.analysis.frames import frame
-from moe_lab.analysis.picks import layers_of, occupancy, popularity
+from moe_lab.analysis.picks import layers_of, occupancy, popularity, wants_trace
+from moe_lab.checks import wants_wholes
 from moe_lab.errors import LabError
 from moe_lab.trace import RoutingTrace
 
@@ -31,6 +32,8 @@ def union(trace: RoutingTrace, sizes: Sequence[int] = SIZES, *, layers: Iterable
     see the module; independent_in_domain: the same with each domain's own popularities, averaged by its tokens (NaN
     where the trace names no domains).
     """
+    wants_trace("lab.analysis.union", trace)
+    sizes = wants_wholes("sizes", sizes)
     if any(m < 1 for m in sizes):
         raise LabError(f"lab.analysis.union: sizes are {tuple(sizes)}; each must be at least 1 token.")
     chosen = layers_of(trace, layers, "union")

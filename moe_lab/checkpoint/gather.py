@@ -73,7 +73,12 @@ def read_dense(file: TensorFile, stored: Stored) -> Tensor:
 
 
 def _read_runs(file: TensorFile, part: ExpertSlice) -> QuantTensor:
-    data = np.empty((len(part.places), part.expert_nbytes), np.uint8)
+    try:
+        data = np.empty((len(part.places), part.expert_nbytes), np.uint8)
+    except MemoryError as error:
+        nbytes = len(part.places) * part.expert_nbytes
+        what = f"no memory for its experts' {nbytes} bytes. Stream them: pass a lab.ExpertCache as cache=."
+        raise CheckpointError(file.path, "memory", what, tensor=part.tensor(0), seen=nbytes) from error
     for expert, (path, offset) in enumerate(part.places):
         file.parts[path].read_into(offset, data[expert].data, tensor=part.tensor(expert))
     return QuantTensor.from_bytes(torch.from_numpy(data), part.format, part.shape)

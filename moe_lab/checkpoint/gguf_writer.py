@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.checks import wants, wants_path
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.files import replace_file
 from moe_lab.formats import QuantTensor
 
+LONGEST_NAME = 63  # ggml keeps names in 64 bytes, the last one 0
 _PLAIN = (torch.float32, torch.float16, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -30,15 +32,29 @@ def write_gguf_tensors(
     LabError for a format without a ggml type, a value or dtype that a GGUF cannot hold, an unwritable path;
     MissingExtra without `gguf`.
     """
+    return replace_file(
+        wants_path("the GGUF's path", path), lambda part: fill_gguf(part, architecture, tensors, metadata)
+    )
+
+
+def fill_gguf(
+    file: Path,
+    architecture: str,
+    tensors: Mapping[str, Tensor | QuantTensor],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write such a file in place, for a caller that puts it where it belongs. Errors as `write_gguf_tensors`, OSError
+    from a disk that refuses.
+    """
     try:
         import gguf
     except ImportError as error:
         raise MissingExtra("gguf", "hf", "writing a GGUF") from error
 
+    _check_names(tensors)
     held = [(name, *_stored(name, value)) for name, value in tensors.items()]
-
-    def write(part: Path) -> None:
-        writer = gguf.GGUFWriter(str(part), architecture)
+    writer = gguf.GGUFWriter(str(file), architecture)
+    try:
         for key, value in (metadata or {}).items():
             _add(writer, key, value)
         for name, array, ggml_type in held:
@@ -47,9 +63,17 @@ def write_gguf_tensors(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    finally:
         writer.close()
 
-    return replace_file(path, write)
+
+def _check_names(tensors: Mapping[str, Tensor | QuantTensor]) -> None:
+    wants("tensors", tensors, Mapping, "a mapping from name to tensor")
+    for name in tensors:
+        wants("a tensor's name", name, str, "text")
+        length = len(name.encode())
+        if not 0 < length <= LONGEST_NAME:
+            raise LabError(f"the tensor name {name[:80]!r} has {length} bytes; readers take 1..{LONGEST_NAME}.")
 
 
 def _stored(name: str, value: Tensor | QuantTensor) -> tuple[Any, int | None]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.checkpoint.names import Stored, extra_experts, find_names, layer_tensors
+from moe_lab.checkpoint.names import Stored, extra_experts, find_names, layer_tensors, prefixed
+from moe_lab.checkpoint.promised import check_layers
 from moe_lab.checkpoint.settings import Facts, text_config
 from moe_lab.checkpoint.tensor_file import TensorFile
 from moe_lab.errors import CheckpointError, LabError
@@ -48,15 +49,19 @@ def family_of_file(file: TensorFile) -> Family | None:
 
 
 def read_layout(file: TensorFile, family: Family) -> MoELayout | None:
-    """The file's MoE layers as `family` lays them out; None when it has none. CheckpointError for what does not fit."""
+    """The file's MoE layers as `family` lays them out; None when it has none and promises none. CheckpointError for
+    what does not fit, or a promised layer that is not there."""
     row = family.gguf if file.kind == "gguf" else family.hf
     if row is None:
         known = "gguf=gguf_file(architecture)" if file.kind == "gguf" else "hf=hf_file(model_types, names)"
         raise LabError(f"family {family.name} does not say what a {file.kind} file calls its tensors: give it {known}.")
     found = find_names(row, file)
     if found is None:
+        if family_of_file(file) is family:  # another one was asked for by name, of which the file promises nothing
+            check_layers(file, family, row, prefixed(row.names[0], row.names[0].prefixes[0]), [])
         return None
     names, numbers = found
+    check_layers(file, family, row, names, numbers)
     return MoELayout(family, names, {n: _layer(file, family, row, names, n) for n in numbers})
 
 

@@ -64,7 +64,7 @@ def find_names(row: FileRow, file: TensorFile) -> tuple[TensorNames, list[int]] 
     """
     present = (*file.tensors, *file.scaled)
     first = None
-    for names in (_prefixed(plain, prefix) for plain in row.names for prefix in plain.prefixes):
+    for names in (prefixed(plain, prefix) for plain in row.names for prefix in plain.prefixes):
         layers = moe_layers(names, present)
         if layers and moe_layers(names, present, roles=("down",)):
             return names, layers
@@ -85,7 +85,8 @@ def _regex(pattern: str) -> str:
     return escaped.replace(r"\{expert\}", _NUMBER)
 
 
-def _prefixed(names: TensorNames, prefix: str) -> TensorNames:
+def prefixed(names: TensorNames, prefix: str) -> TensorNames:
+    """The names with `prefix` before each."""
     if not prefix:
         return names
     held = {f.name: getattr(names, f.name) for f in fields(names)}

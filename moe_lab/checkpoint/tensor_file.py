@@ -15,6 +15,7 @@ from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.checkpoint.scale_names import Pairing
 from moe_lab.checkpoint.scale_shapes import scale_table
 from moe_lab.checkpoint.tensor_info import ScaledInfo, TensorInfo
+from moe_lab.checks import wants
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.formats import FORMATS, QuantTensor
 
@@ -74,6 +75,7 @@ class TensorFile:
 
     def info(self, name: str) -> TensorInfo:
         """The stored tensor's row. CheckpointError "missing tensor" with the closest names when there is none."""
+        wants("the tensor's name", name, str, "text, one of `tensors`")
         if name in self.tensors:
             return self.tensors[name]
         close = difflib.get_close_matches(name, self.tensors, n=3)
@@ -89,7 +91,11 @@ class TensorFile:
             self._no_decoder(info, "is unknown or withdrawn, so its size is unknown too")
         part = self.parts[info.file]
         part.check_unchanged(tensor=name)
-        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        try:
+            data = torch.empty(info.nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            what = f"no memory for its {info.nbytes} bytes."
+            raise CheckpointError(info.file, "memory", what, tensor=name, seen=info.nbytes) from error
         part.read_into(info.offset, data.numpy().data, tensor=name)
         return data
 

@@ -21,12 +21,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 File = Annotated[Path, typer.Argument(help="A GGUF, a safetensors file, its index, or a model folder.")]
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
+    """Print the version and stop where that was asked; typer hands what comes back on as the option's value."""
     if asked:
         from moe_lab.environment import environment
 
         print(f"moe-lab {environment()['moe_lab']}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()

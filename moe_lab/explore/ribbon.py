@@ -73,7 +73,8 @@ def ribbon(
     lines = [
         _line(picked, pieces, start, low, min(low + per_line, stop - start)) for low in range(0, stop - start, per_line)
     ]
-    caption = f'<p style="margin:0 0 4px">{html.escape(about)}; hover a cell for all picks.</p>'
+    empty = f" {_SEEN['']} is a token without text, such as an id outside the vocabulary." if "" in pieces else ""
+    caption = f'<p style="margin:0 0 4px">{html.escape(about)}; hover a cell for all picks.{empty}</p>'
     return Ribbon(f'<div class="moe-ribbon" style="overflow-x:auto">{caption}{"".join(lines)}</div>', about)
 
 

@@ -25,7 +25,7 @@ Range = tuple[int, int]
 def load(df: "pd.DataFrame | RoutingTrace") -> Explorer:
     """Expert load of one layer at a time; `df` as `lab.plot.load` takes it: layer, expert, assignments, or a trace."""
     frame = df.load_table() if isinstance(df, RoutingTrace) else df
-    if not hasattr(frame, "groupby"):
+    if not hasattr(frame, "columns"):
         raise LabTypeError(f"lab.explore.load wants a RoutingTrace or the DataFrame of its load, got {came(df)}.")
     need_columns(frame, ("layer", "expert", "assignments"), "load")
     by_layer: Any = dict(tuple(frame.groupby("layer")))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_lab.errors import LabError
-from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames, When
+from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames, When, WhichLayers
 from moe_lab.families.gguf_files import gguf_file
 from moe_lab.families.hf_files import hf_file
 from moe_lab.families.row import Family, ModuleNames, ModuleSetting
@@ -65,5 +65,5 @@ def _holds(conditions: tuple[When, ...], metadata: Mapping[str, Any], arch: str)
 
 __all__ = [
     "FAMILIES", "Family", "FileRow", "FileSetting", "ModuleNames", "ModuleSetting", "SizeKeys", "TensorNames", "When",
-    "family_of_config", "family_of_gguf", "family_of_module", "get_family", "gguf_file", "hf_file",
+    "WhichLayers", "family_of_config", "family_of_gguf", "family_of_module", "get_family", "gguf_file", "hf_file",
 ]  # fmt: skip

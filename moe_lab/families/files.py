@@ -108,9 +108,35 @@ class When:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WhichLayers:
+    """Keys by which a file says which of its layers have experts; all do, but for what these say.
+
+    `count`: layers in all. `first`: the first MoE layer; with `lead` a file without that key may begin with dense ones.
+    `last`: the last one, negative for no limit. `step` s: only layers n with (n + 1) % s = 0. `dense`: a list of layers
+    without experts. `listed`: a list (or text with commas) of those with; `kinds`: a word for each layer, MoE where it
+    is one of `moe_kinds`; either stands for all the rest. `spare`: how many layers that predict further tokens may
+    follow, counted in `count` or not (`spare_counted`). `anywhere`: nothing is promised where the file has no list.
+    """
+
+    count: tuple[str, ...] = ("num_hidden_layers",)
+    first: str | None = None
+    lead: bool = False
+    last: str | None = None
+    step: str | None = None
+    dense: str | None = None
+    listed: str | None = None
+    kinds: tuple[str, ...] = ()
+    moe_kinds: tuple[str, ...] = ()
+    spare: str | None = None
+    spare_counted: bool = False
+    anywhere: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
     """One kind of file of one family. `names`: the layouts it comes in, tried in order. `router`, `layer`, `shared`:
-    what such a file means where it says nothing, if that is not what the family's row says.
+    what such a file means where it says nothing, if that is not what the family's row says. `layers`: which layers have
+    experts (None: the row does not know, then only a hole between two of them is refused).
     """
 
     types: tuple[str, ...]
@@ -121,3 +147,4 @@ class FileRow:
     router: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
+    layers: WhichLayers | None = None

@@ -8,7 +8,7 @@ architecture that two families share is told apart by a key (`When`).
 from dataclasses import replace
 from typing import Any
 
-from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames, When
+from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames, When, WhichLayers
 
 _B = "blk.{layer}."
 # Router biases and per-expert scales hang on the weight's name by their suffix.
@@ -67,6 +67,13 @@ _SIZES = SizeKeys(
 # (ernie4_5-moe divides by the number of heads), and only the shapes are to be believed.
 _SHARED = replace(_SIZES, d_shared=("{arch}.expert_shared_feed_forward_length",))
 
+# Converters count the layers that predict further tokens too, and say how many of the first are dense where some are.
+LAYERS = WhichLayers(
+    count=("{arch}.block_count",), first="{arch}.leading_dense_block_count", lead=True,
+    step="{arch}.interleave_moe_layer_step", spare="{arch}.nextn_predict_layers", spare_counted=True,
+)  # fmt: skip
+_ALL = replace(LAYERS, lead=False)  # families without dense layers
+
 GATING = "{arch}.expert_gating_func"
 _NORM = FileSetting("router.normalize", "{arch}.expert_weights_norm", bool)
 _SCALE = FileSetting("router.scale", "{arch}.expert_weights_scale", float, unset=0.0)
@@ -96,7 +103,8 @@ def gguf_file(arch: str, *settings: FileSetting, **more: Any) -> FileRow:
         names = replace(names, optional=frozenset(optional))
     types = (arch, *more.pop("also", ()))
     layouts = (names, *more.pop("other_names", ()))
-    return FileRow(types=types, names=layouts, sizes=more.pop("sizes", _SIZES), settings=settings, **more)
+    about = {"sizes": _SIZES, "layers": LAYERS, **more}
+    return FileRow(types=types, names=layouts, settings=settings, **about)
 
 
 _SOFTMAX = (SOFTMAX, _NORM, _SCALE)
@@ -105,12 +113,12 @@ _V3 = (*_SIGMOID, *_GROUPS)
 
 # Family name -> its GGUF. A family that is not here has no architecture of its own: longcat_flash.
 GGUF_FILES: dict[str, FileRow] = {
-    "mixtral": gguf_file("llama", *_SOFTMAX, other_names=(_SINGLE_EXPERTS,)),
-    "qwen2_moe": gguf_file("qwen2moe", *_SOFTMAX, sizes=_SHARED),
-    "qwen3_moe": gguf_file("qwen3moe", *_SOFTMAX, also=("qwen3vlmoe",)),
-    "qwen3_next": gguf_file("qwen3next", *_SOFTMAX, sizes=_SHARED),
-    "olmoe": gguf_file("olmoe", *_SOFTMAX),
-    "gpt_oss": gguf_file("gpt-oss", TOP_K_FIRST, _SCALE),
+    "mixtral": gguf_file("llama", *_SOFTMAX, other_names=(_SINGLE_EXPERTS,), layers=_ALL),
+    "qwen2_moe": gguf_file("qwen2moe", *_SOFTMAX, sizes=_SHARED, layers=_ALL),
+    "qwen3_moe": gguf_file("qwen3moe", *_SOFTMAX, also=("qwen3vlmoe",), layers=_ALL),
+    "qwen3_next": gguf_file("qwen3next", *_SOFTMAX, sizes=_SHARED, layers=_ALL),
+    "olmoe": gguf_file("olmoe", *_SOFTMAX, layers=_ALL),
+    "gpt_oss": gguf_file("gpt-oss", TOP_K_FIRST, _SCALE, layers=_ALL),
     # One architecture from V2 to Kimi-K2; the score's code tells them apart, and V2's files may lack it.
     "deepseek_v2": gguf_file("deepseek2", *_SOFTMAX, *_GROUPS, when=(When(GATING, (None, 0, 1)),)),
     "deepseek_v3": gguf_file("deepseek2", *_V3, when=(When(GATING, (2,)),)),
@@ -119,26 +127,28 @@ GGUF_FILES: dict[str, FileRow] = {
     # Without a clamp of its own the shared expert has the routed ones'.
     "deepseek_v4": gguf_file(
         "deepseek4", _gating({4: "sqrt_softplus"}), _NORM, _SCALE, replace(_LIMITS[0], field="shared.limit"), *_LIMITS,
-        optional=("correction_bias", "hash_table"),
+        optional=("correction_bias", "hash_table"), layers=_ALL,
     ),
     # The sigmoid of the picked logit: converters write its code, which elsewhere means a score for each expert.
-    "llama4": gguf_file("llama4", _gating({2: "sigmoid_topk"}, "router.weights_from"), _SCALE),
-    "gemma4": gguf_file("gemma4", *_SOFTMAX, _EPS, names=_RESIDUAL),
+    "llama4": gguf_file("llama4", _gating({2: "sigmoid_topk"}, "router.weights_from"), _SCALE, layers=_ALL),
+    "gemma4": gguf_file("gemma4", *_SOFTMAX, _EPS, names=_RESIDUAL, layers=_ALL),
     "granitemoe": gguf_file(
-        "granitemoe", TOP_K_FIRST, _SCALE,
+        "granitemoe", TOP_K_FIRST, _SCALE, layers=_ALL,
         when=(When("{arch}.expert_shared_feed_forward_length", (None, 0)),),
     ),
     "granitemoeshared": gguf_file(
-        "granitemoe", TOP_K_FIRST, _SCALE, sizes=_SHARED, also=("granitehybrid",),
+        "granitemoe", TOP_K_FIRST, _SCALE, sizes=_SHARED, also=("granitehybrid",), layers=_ALL,
         when=(When("{arch}.expert_shared_feed_forward_length"),),
     ),
-    "phimoe": gguf_file("phimoe", _SCALE),
-    "hunyuan_v1_moe": gguf_file("hunyuan-moe", *_SOFTMAX),
+    "phimoe": gguf_file("phimoe", _SCALE, layers=_ALL),
+    "hunyuan_v1_moe": gguf_file("hunyuan-moe", *_SOFTMAX, layers=_ALL),
     "ernie4_5_moe": gguf_file("ernie4_5-moe", *_SOFTMAX, optional=("shared",)),
-    "minimax_m2": gguf_file("minimax-m2", *_SIGMOID),
+    "minimax_m2": gguf_file("minimax-m2", *_SIGMOID, layers=_ALL),
     "hy_v3": gguf_file("hy_v3", *_SIGMOID, sizes=_SHARED),
     "lfm2_moe": gguf_file("lfm2moe", *_SIGMOID, optional=("correction_bias",)),
-    "nemotron_h": gguf_file("nemotron_h_moe", *_V3, optional=("latent",), sizes=_SHARED),
+    "nemotron_h": gguf_file(
+        "nemotron_h_moe", *_V3, optional=("latent",), sizes=_SHARED, layers=WhichLayers(anywhere=True)
+    ),
     # Files that say nothing about the score mean a sigmoid; a shared expert is always averaged.
     "cohere2_moe": gguf_file(
         "cohere2moe", _gating({2: "sigmoid_topk", 3: "softmax_topk"}, "router.weights_from"), _NORM, _SCALE,

@@ -8,7 +8,7 @@ Most keep a matrix for each expert; some a stacked tensor, a few of those with t
 from dataclasses import replace
 from typing import Any
 
-from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames
+from moe_lab.families.files import FileRow, FileSetting, SizeKeys, TensorNames, WhichLayers
 
 _L = "layers.{layer}."
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -34,6 +34,13 @@ _SIZES = SizeKeys(
     d_expert=("moe_intermediate_size",),
 )
 _WIDE = replace(_SIZES, d_expert=("intermediate_size",))
+
+
+# Which layers have experts. DeepSeek's checkpoints, and those after them, may hold further layers that predict ahead.
+_ALL = WhichLayers(spare="num_nextn_predict_layers")
+_QWEN_LAYERS = WhichLayers(step="decoder_sparse_step", dense="mlp_only_layers")
+_AFTER_DENSE = WhichLayers(first="first_k_dense_replace", lead=True, spare="num_nextn_predict_layers")
+_BY_KIND = replace(_AFTER_DENSE, kinds=("mlp_layer_types",), moe_kinds=("sparse",))
 
 
 def hf_names(block: str, parts: tuple[str, str, str], **more: Any) -> TensorNames:
@@ -78,12 +85,18 @@ _GRANITE = _stacked(
 _OSS_BIASES = {"gate_up_bias": "experts.gate_up_proj_bias", "down_bias": "experts.down_proj_bias"}
 
 HF_FILES: dict[str, FileRow] = {
-    "mixtral": hf_file(("mixtral",), hf_names(_MOE, _W), _activation(), sizes=_WIDE),
-    "qwen2_moe": hf_file(("qwen2_moe",), _QWEN_SHARED, _activation(), _NORM, sizes=_SHARED_WIDTH),
+    "mixtral": hf_file(("mixtral",), hf_names(_MOE, _W), _activation(), sizes=_WIDE, layers=_ALL),
+    "qwen2_moe": hf_file(
+        ("qwen2_moe",), _QWEN_SHARED, _activation(), _NORM, sizes=_SHARED_WIDTH, layers=_QWEN_LAYERS
+    ),
     # A configuration that does not say so means no renormalising.
-    "qwen3_moe": hf_file(("qwen3_moe",), _QWEN, _activation(), _NORM, router={"normalize": False}),
-    "qwen3_next": hf_file(("qwen3_next",), _QWEN_SHARED, _activation(), _NORM, sizes=_SHARED_WIDTH),
-    "olmoe": hf_file(("olmoe",), _QWEN, _activation(), _NORM, sizes=_WIDE),
+    "qwen3_moe": hf_file(
+        ("qwen3_moe",), _QWEN, _activation(), _NORM, router={"normalize": False}, layers=_QWEN_LAYERS
+    ),
+    "qwen3_next": hf_file(
+        ("qwen3_next",), _QWEN_SHARED, _activation(), _NORM, sizes=_SHARED_WIDTH, layers=_QWEN_LAYERS
+    ),
+    "olmoe": hf_file(("olmoe",), _QWEN, _activation(), _NORM, sizes=_WIDE, layers=_ALL),
     # Plain tensors are transposed, MXFP4 ones of the same name are not; both alternate gate and up.
     "gpt_oss": hf_file(
         ("gpt_oss",),
@@ -92,6 +105,7 @@ HF_FILES: dict[str, FileRow] = {
         FileSetting("layer.limit", "swiglu_limit", float),
         FileSetting("layer.alpha", "swiglu_alpha", float),
         sizes=_WIDE,
+        layers=_ALL,
     ),
     "deepseek_v2": hf_file(
         ("deepseek_v2",),
@@ -99,9 +113,12 @@ HF_FILES: dict[str, FileRow] = {
         _activation(),
         _SCALE,
         *(replace(setting, when=_LIMITED) for setting in _GROUPS),
+        layers=_AFTER_DENSE,
     ),
-    "deepseek_v3": hf_file(("deepseek_v3", "deepseek_v32", "kimi_k2"), _V3, *_SCALE_AND_GROUPS),
-    "glm4_moe": hf_file(("glm4_moe",), _V3, *_SCALE_AND_GROUPS),
+    "deepseek_v3": hf_file(
+        ("deepseek_v3", "deepseek_v32", "kimi_k2"), _V3, *_SCALE_AND_GROUPS, layers=_AFTER_DENSE
+    ),
+    "glm4_moe": hf_file(("glm4_moe",), _V3, *_SCALE_AND_GROUPS, layers=_AFTER_DENSE),
     "kimi_linear": hf_file(
         ("kimi_linear",),
         hf_names(_MOE, _W, **_V3_BIAS, **_shared(_PROJ)),
@@ -111,6 +128,7 @@ HF_FILES: dict[str, FileRow] = {
         FileSetting("router.n_group", "num_expert_group", int),
         FileSetting("router.topk_group", "topk_group", int),
         sizes=replace(_SIZES, top_k=("num_experts_per_token", "num_experts_per_tok")),
+        layers=_BY_KIND,
     ),
     "deepseek_v4": hf_file(
         ("deepseek_v4",),
@@ -122,6 +140,7 @@ HF_FILES: dict[str, FileRow] = {
         _SCALE,
         FileSetting("layer.limit", "swiglu_limit", float, off=0.0),
         FileSetting("shared.limit", "swiglu_limit", float, off=0.0),
+        layers=replace(_ALL, kinds=("mlp_layer_types",), moe_kinds=("moe", "hash_moe")),
     ),
     "longcat_flash": hf_file(
         ("longcat_flash",),
@@ -132,12 +151,14 @@ HF_FILES: dict[str, FileRow] = {
         _SCALE,
         FileSetting("router.zero_experts", "zero_expert_num", int),
         sizes=replace(_SIZES, top_k=("moe_topk",), d_expert=("expert_ffn_hidden_size",)),
+        layers=replace(_ALL, count=("num_layers",)),
     ),
     "llama4": hf_file(
         ("llama4_text", "llama4"),
         _stacked(_L + "feed_forward", **_shared(_PROJ, "shared_expert"), transposed=True),
         _activation(),
         sizes=replace(_WIDE, d_shared=("intermediate_size",)),
+        layers=WhichLayers(listed="moe_layers", step="interleave_moe_layer_step"),
     ),
     "gemma4": hf_file(
         ("gemma4_text", "gemma4"),
@@ -163,8 +184,9 @@ HF_FILES: dict[str, FileRow] = {
         _activation("hidden_activation"),
         FileSetting("layer.norm_eps", "rms_norm_eps", float),
         sizes=replace(_SIZES, top_k=("top_k_experts",)),
+        layers=_ALL,
     ),
-    "granitemoe": hf_file(("granitemoe",), _GRANITE, _activation(), sizes=_WIDE),
+    "granitemoe": hf_file(("granitemoe",), _GRANITE, _activation(), sizes=_WIDE, layers=_ALL),
     "granitemoeshared": hf_file(
         ("granitemoeshared", "granitemoehybrid"),
         replace(
@@ -174,6 +196,7 @@ HF_FILES: dict[str, FileRow] = {
         ),
         _activation(),
         sizes=replace(_WIDE, d_shared=("shared_intermediate_size",)),
+        layers=_ALL,
     ),
     "phimoe": hf_file(
         ("phimoe",),
@@ -181,12 +204,14 @@ HF_FILES: dict[str, FileRow] = {
         _activation(),
         FileSetting("router.jitter_eps", "router_jitter_noise", float),
         sizes=_WIDE,
+        layers=_ALL,
     ),
     "hunyuan_v1_moe": hf_file(
         ("hunyuan_v1_moe",),
         hf_names(_MLP, _PROJ, router="gate.wg.weight", **_shared(_PROJ, "shared_mlp")),
         _activation(),
         sizes=replace(_WIDE, top_k=("moe_topk",)),
+        layers=_ALL,
     ),
     "ernie4_5_moe": hf_file(
         ("ernie4_5_moe",),
@@ -197,9 +222,13 @@ HF_FILES: dict[str, FileRow] = {
         _activation(),
         FileSetting("router.norm_eps", "moe_norm_min", float),
         sizes=replace(_SIZES, num_experts=("moe_num_experts",), top_k=("moe_k",)),
+        layers=WhichLayers(
+            first="moe_layer_start_index", lead=True, last="moe_layer_end_index", step="moe_layer_interval"
+        ),
     ),
     "minimax_m2": hf_file(
-        ("minimax_m2",), hf_names(_MOE, _W, correction_bias="e_score_correction_bias"), _activation(), sizes=_WIDE
+        ("minimax_m2",), hf_names(_MOE, _W, correction_bias="e_score_correction_bias"), _activation(), sizes=_WIDE,
+        layers=WhichLayers(spare="num_mtp_modules"),
     ),
     "hy_v3": hf_file(
         ("hy_v3",),
@@ -208,6 +237,7 @@ HF_FILES: dict[str, FileRow] = {
         ),
         _activation(),
         FileSetting("router.scale", "router_scaling_factor", float),
+        layers=_BY_KIND,
     ),
     "lfm2_moe": hf_file(
         ("lfm2_moe",),
@@ -216,6 +246,7 @@ HF_FILES: dict[str, FileRow] = {
         ),
         _NORM,
         _SCALE,
+        layers=WhichLayers(first="num_dense_layers", lead=True),
     ),
     "nemotron_h": hf_file(
         ("nemotron_h",),
@@ -228,6 +259,9 @@ HF_FILES: dict[str, FileRow] = {
         _NORM,
         _SCALE,
         *_GROUPS,
+        layers=WhichLayers(
+            kinds=("layers_block_type", "layer_types", "hybrid_override_pattern"), moe_kinds=("moe", "E"), anywhere=True
+        ),
     ),
     "cohere2_moe": hf_file(
         ("cohere2_moe",),
@@ -242,6 +276,7 @@ HF_FILES: dict[str, FileRow] = {
             "shared.combine", "shared_expert_combination_strategy", str, codes={"sum": "sum", "average": "average"}
         ),
         sizes=_WIDE,
+        layers=_BY_KIND,
     ),
     # Stacked already, gate and up apart; the shared expert stands beside the block.
     "step3p7": hf_file(
@@ -265,5 +300,6 @@ HF_FILES: dict[str, FileRow] = {
             _SIZES, num_experts=("n_routed_experts", "moe_num_experts"), top_k=("num_experts_per_tok", "moe_top_k"),
             d_shared=("share_expert_dim",),
         ),
+        layers=replace(_BY_KIND, listed="moe_layers_enum"),
     ),
 }  # fmt: skip

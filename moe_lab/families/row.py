@@ -5,11 +5,12 @@ file calls these things. The user's own `Family` is accepted wherever a name is.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from moe_lab.errors import LabError
 from moe_lab.families.files import FUSED, FileRow, TensorNames
+from moe_lab.protocols import check_object
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 
 Shared = Literal["none", "plain", "gated"]
@@ -96,6 +97,7 @@ class Family:
     hf: FileRow | None = None
 
     def __post_init__(self) -> None:
+        check_object(self, Family, "family", ())
         _known("router", self.router, "router")
         _known("layer", self.layer, "layer")
         _known("shared_layer", self.shared_layer, "shared")
@@ -136,8 +138,7 @@ class Family:
         """This row for a layer that has no shared expert."""
         if self.shared == "none":
             return self
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("shared", "shared_layer")}
-        return Family(**kept)
+        return replace(self, shared="none", shared_layer={})
 
     def spec(
         self,

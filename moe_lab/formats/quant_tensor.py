@@ -8,7 +8,7 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.card import byte_size, card
-from moe_lab.checks import came, wants, wants_tensor, wants_whole
+from moe_lab.checks import came, wants, wants_tensor, wants_whole, wants_wholes
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats.base import IntegerForm, WeightFormat, expect_rows
@@ -165,6 +165,7 @@ class QuantTensor:
     def rows(self, which: slice) -> "QuantTensor":
         """Some of the N rows: one half of a fused tensor, or every second row of an interleaved one. LabError where a
         scale belongs to several rows and the slice would part them."""
+        wants("the rows", which, slice, "a slice")
         start, stop, step = which.indices(self.shape[-2])
         shared = self.codec.layout.rows if isinstance(self.codec, ScaledFormat) else 1
         if shared > 1 and (step != 1 or start % shared or (stop % shared and stop != self.shape[-2])):
@@ -226,7 +227,7 @@ def _named(format: "str | WeightFormat") -> WeightFormat:
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    shape = tuple(int(n) for n in shape)
+    shape = tuple(wants_wholes("the shape", shape))
     if not shape or min(shape) < 0:
         raise LabError(f"a quantised tensor needs at least one axis and no negative length, got shape {shape}.")
     return shape

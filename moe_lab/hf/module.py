@@ -7,7 +7,7 @@ picks may differ from a bf16 module's where two scores are closer than its round
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ def _parts(row: Family, names: ModuleNames, reader: _Reader) -> _Parts:
     found["layer"]["correction_bias"] = router.correction_bias is not None
     found["layer"]["latent"] = None if latent is None else latent.enter.shape[0]
     found["router"]["zero_experts"] = router.weight.shape[0] - down.shape[0]
-    spec = _shape_of(row, shared).spec(
+    spec = (row if shared is not None else row.without_shared()).spec(
         num_experts=down.shape[0],
         top_k=reader.value(names.top_k),
         d_model=router.weight.shape[1],
@@ -231,11 +231,3 @@ def _setting(reader: _Reader, path: str, codes: Any) -> Any:
         return codes[value]
     # No clamp is written as an infinite one.
     return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def _shape_of(row: Family, shared: SharedWeights | None) -> Family:
-    """The row, without its shared expert where this module has none."""
-    if shared is not None or row.shared == "none":
-        return row
-    kept = {f.name: getattr(row, f.name) for f in fields(Family) if f.name not in ("shared", "shared_layer")}
-    return Family(**kept)

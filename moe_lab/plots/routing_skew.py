@@ -36,11 +36,13 @@ def skew(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         axes.grid(axis="x")
         n = int(zipf["assignments"].max())
         axes.set_xlabel(f"Zipf exponent s, load ∝ rank^(-s) (maximum likelihood, n = {n:,} picks a layer)")
-        low, high = zipf["exponent"].min(), zipf["exponent"].max()
+        low, high = zipf["exponent"].min(), zipf["exponent"].max()  # NaN, a layer without picks, is passed over
         span = f"{high:.2f}" if len(zipf) == 1 else f"{low:.2f} to {high:.2f}"
         better = "exponential" if wide["exponential"].median() > wide["zipf"].median() else "Zipf"
         weak = "Weak" if high < 0.5 else "Moderate" if high < 1 else "Strong"
         title = f"{weak} skew: exponents {span}; the {better} law fits better"
+        if zipf["exponent"].isna().all():
+            title = "No layer picks an expert with weights, so none has a skew"
         exponents = ", ".join(f"layer {r.layer} {r.exponent:.2f}" for r in zipf.itertuples())
         describe(axes, title, f"Zipf exponents: {exponents}.", legend_columns=2)
     return axes

@@ -17,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 def ratio_interval(
-    a: Sequence[float], b: Sequence[float], *, seed: int = 0, share: float = 0.95
+    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, *, seed: int = 0, share: float = 0.95
 ) -> tuple[float, float]:
     """Lower and upper end for median(b) / median(a). Samples are positive; the same samples give the same interval."""
     medians_a, medians_b = (_medians(np.sort(np.asarray(s, float)), seed, side) for side, s in enumerate((a, b)))

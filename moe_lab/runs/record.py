@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -45,11 +45,11 @@ class Case:
 
     workload: str
     model: str = ""
-    d_model: int | None = None
-    d_expert: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    tokens: int | None = None
+    d_model: SupportsIndex | None = None
+    d_expert: SupportsIndex | None = None
+    experts: SupportsIndex | None = None
+    top_k: SupportsIndex | None = None
+    tokens: SupportsIndex | None = None
     state: str = ""
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Case:
         return " ".join(part for part in (self.model or " ".join(shape), self.workload, *tokens, self.state) if part)
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape(self) -> tuple[SupportsIndex | None, ...]:
         """D, F, E, K."""
         return (self.d_model, self.d_expert, self.experts, self.top_k)
 
@@ -121,7 +121,7 @@ class Spread:
             raise LabError(f"a spread's p50 is {self.p50}, outside its samples; Spread.of(samples) computes it.")
 
     @classmethod
-    def of(cls, samples: Iterable[float]) -> "Spread":
+    def of(cls, samples: Iterable[SupportsFloat]) -> "Spread":
         """From the repetitions themselves; percentiles are interpolated linearly. LabError for none."""
         kept = tuple(float(value) for value in samples)
         if not kept:

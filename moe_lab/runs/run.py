@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from html import escape
@@ -47,7 +47,7 @@ class Run:
     """
 
     what: str
-    records: tuple[Record, ...] = field(repr=False)
+    records: Sequence[Record] = field(repr=False)
     _: KW_ONLY
     workload: str = ""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -86,7 +86,7 @@ class Run:
 
     def save(self, folder: str | Path = "runs") -> Path:
         """Write `<folder>/<UTC time>-<what>-<hash>.parquet` and return its path. LabError if it is there already."""
-        return write(self.records, self._about(), Path(folder) / (self._name() + SUFFIX))
+        return write(tuple(self.records), self._about(), Path(folder) / (self._name() + SUFFIX))
 
     @classmethod
     def load(cls, path: str | Path) -> "Run":

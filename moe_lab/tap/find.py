@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_lab.checks import wants_wholes
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.families import Family, ModuleNames, family_of_module, get_family
 
@@ -21,6 +22,11 @@ class TappedBlock:
     path: str
     module: torch.nn.Module
     family: Family
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its path, or its class where it is the model itself."""
+        return self.path or type(self.module).__name__
 
     @property
     def names(self) -> ModuleNames:
@@ -44,10 +50,13 @@ def moe_blocks(
 
     A block's number is the first number in its path ("model.layers.3.mlp" is 3) where these differ from block to block,
     else its place in the model. `layers`: these numbers alone. `family`: a row of your own, beside the known ones.
-    LabTypeError for what is no module; LabError for a model without a block, or an unknown layer.
+    LabTypeError for what is no module; LabError for a model without a block or without values (on the meta device), an
+    unknown layer, or a family that reads none of the blocks.
     """
     if not isinstance(model, torch.nn.Module):
         raise LabTypeError(f"the model is a {type(model).__name__}; wanted a torch module.")
+    if any(t.is_meta for t in model.parameters()):
+        raise LabError(f"{type(model).__name__} is on the meta device and holds no values: load its weights first.")
     own = None if family is None else get_family(family)
     found: list[tuple[str, torch.nn.Module, Family]] = []
     for path, module in model.named_modules():
@@ -59,12 +68,16 @@ def moe_blocks(
             f"{type(model).__name__} holds no MoE block that a family reads. Pass family=a Family of your own whose "
             "`module` names the block's class."
         )
+    if own is not None and all(row is not own for _, _, row in found):
+        rows = ", ".join(sorted({row.name for _, _, row in found}))
+        raise LabError(f"family {own.name} reads no block of {type(model).__name__}; its blocks are of {rows}.")
     numbers = [_first_number(path) for path, _, _ in found]
     if None in numbers or len(set(numbers)) < len(numbers):
         numbers = list(range(len(found)))
     blocks = [TappedBlock(n, *at) for n, at in zip(numbers, found, strict=True) if n is not None]
     if layers is None:
         return blocks
+    layers = wants_wholes("layers", layers)
     unknown = sorted(set(layers) - set(numbers))
     if unknown or not layers:
         raise LabError(

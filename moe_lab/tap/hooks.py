@@ -42,7 +42,7 @@ class InputTap:
     def _keep(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
         if x is None:
-            raise LabError(f"{self.block.path} was called without a floating-point tensor.")
+            raise LabError(f"{self.block.name} was called without a floating-point tensor.")
         self._rows.append(x.detach().reshape(-1, x.shape[-1]))
 
     def take(self, tokens: int) -> Float[Tensor, "T D"]:
@@ -71,7 +71,7 @@ class PickTap:
         if len(tensors) < 3 or tensors[1].is_floating_point() or tensors[1].shape != tensors[2].shape:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             raise LabError(
-                f"the experts of {self.block.path} were called with tensors {shapes}; wanted x [T, D], ids [T, K] and "
+                f"the experts of {self.block.name} were called with tensors {shapes}; wanted x [T, D], ids [T, K] and "
                 "weights [T, K]."
             )
         self._add(tensors[1], tensors[2])
@@ -95,7 +95,7 @@ def _joined(rows: list[Tensor], block: TappedBlock, tokens: int) -> Tensor:
     kept, count = list(rows), sum(len(r) for r in rows)
     rows.clear()
     if not kept:
-        raise LabError(f"{block.path} was not called when the model ran. Leave layer {block.number} out (layers=...).")
+        raise LabError(f"{block.name} was not called when the model ran. Leave layer {block.number} out (layers=...).")
     if count != tokens:
-        raise LabError(f"{block.path} saw {count} rows in {len(kept)} calls for a text of {tokens} tokens.")
+        raise LabError(f"{block.name} saw {count} rows in {len(kept)} calls for a text of {tokens} tokens.")
     return kept[0] if len(kept) == 1 else torch.cat(kept)

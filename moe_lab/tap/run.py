@@ -15,7 +15,8 @@ from moe_lab.tap.texts import TokenText
 def run_texts(model: torch.nn.Module, texts: Sequence[TokenText]) -> Generator[TokenText, None, None]:
     """Run `model` on each text (batch 1, no padding, no cache, eval mode, no gradients); yields the text when it ran.
 
-    The model's modes are put back when the iterator ends or is closed. LabError for ids outside the vocabulary.
+    The model's modes are put back when the iterator ends or is closed. LabError for ids outside the vocabulary, and for
+    a part of a model, which takes rows instead of token ids.
     """
     _check_vocabulary(model, texts)
     device, arguments = _device(model), _arguments(model)
@@ -34,10 +35,14 @@ def _arguments(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _call(model: torch.nn.Module, ids: Tensor, arguments: dict[str, Any]) -> None:
-    if "input_ids" in inspect.signature(model.forward).parameters:
+    known = inspect.signature(model.forward).parameters
+    if "input_ids" in known:
         model(input_ids=ids, **arguments)
-    else:
-        model(ids, **arguments)
+        return
+    first = next(iter(known), "")
+    if first == "hidden_states":  # transformers' name for rows: a decoder layer or a block of one
+        raise LabError(f"{type(model).__name__} takes rows, not token ids; pass the whole model around it.")
+    model(ids, **arguments)
 
 
 def _device(model: torch.nn.Module) -> torch.device:

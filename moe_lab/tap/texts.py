@@ -1,5 +1,6 @@
 """What the user hands over as texts -> token ids, one text after another."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.checks import came, wants_whole
 from moe_lab.errors import LabError, LabTypeError
 
 
@@ -28,11 +30,14 @@ def token_texts(
     name for all texts, or one each. `max_tokens` in all: the last text is cut, later ones are left out. LabError for no
     text, an empty one, a string without a tokenizer, or another number of domains.
     """
+    if max_tokens is not None and wants_whole("max_tokens", max_tokens) < 1:
+        raise LabError(f"max_tokens={max_tokens}: wanted 1 or more.")
+    _check_tokenizer(tokenizer)
     ids = [_ids(text, tokenizer, i) for i, text in enumerate(_singles(texts))]
     if not ids:
         raise LabError("there is no text to run the model on.")
-    if max_tokens is not None and max_tokens < 1:
-        raise LabError(f"max_tokens={max_tokens}: wanted 1 or more.")
+    if domains is not None and not isinstance(domains, str | Sequence | np.ndarray):
+        raise LabTypeError(f"domains is {came(domains)}; wanted one name for all texts, or a name for each.")
     names = [domains] * len(ids) if domains is None or isinstance(domains, str) else list(domains)
     if len(names) != len(ids):
         raise LabError(f"{len(names)} domains for {len(ids)} texts; wanted one each, or one for all.")
@@ -41,8 +46,16 @@ def token_texts(
         if left is not None:
             one, left = one[:left], left - min(left, len(one))
         if len(one):
-            out.append(TokenText(one, name))
+            out.append(TokenText(one, None if name is None else str(name)))
     return out
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    """LabTypeError for what cannot turn a text into ids. A path has `encode` too, which gives bytes."""
+    if tokenizer is None or callable(tokenizer) or (hasattr(tokenizer, "encode") and not isinstance(tokenizer, str)):
+        return
+    fix = ": tokenizers.Tokenizer.from_file(path) reads one" if isinstance(tokenizer, str | os.PathLike) else ""
+    raise LabTypeError(f"tokenizer is {came(tokenizer)}; wanted a tokenizer or a function text -> ids{fix}.")
 
 
 def _singles(texts: Any) -> Iterable[Any]:

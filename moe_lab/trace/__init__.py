@@ -6,8 +6,9 @@ about models or caches.
 """
 
 from moe_lab.trace.parquet import read_last, read_parquet, scan
-from moe_lab.trace.record import NO_PICK, RoutingTrace
+from moe_lab.trace.record import RoutingTrace
 from moe_lab.trace.summary import summarize
+from moe_lab.trace.values import NO_PICK
 from moe_lab.trace.writer import TraceWriter, write_parquet
 
 __all__ = ["NO_PICK", "RoutingTrace", "TraceWriter", "read_last", "read_parquet", "scan", "summarize", "write_parquet"]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from moe_lab.errors import LabError
-from moe_lab.trace.record import RoutingTrace, as_ids, most_id
-from moe_lab.trace.rows import Rows, join, to_trace
+from moe_lab.trace.record import RoutingTrace
+from moe_lab.trace.rows import Rows, join, to_trace, within
+from moe_lab.trace.values import as_ids, asked_experts, most_id, token_span
 from moe_lab.trace.writer import META_KEY, arrow
 
 NEEDED = ("token", "layer", "ids", "weights")
@@ -25,16 +26,13 @@ def read_parquet(
 
     Any Parquet file with the columns of a trace is read, in any order of rows. LabError naming the file otherwise.
     """
-    file = _File(path)
+    file, tokens = _File(path), token_span(tokens)
     groups = list(range(file.parquet.num_row_groups))
-    if tokens is not None:
-        groups = [g for g in groups if file.may_hold(g, *tokens)]
-    rows = file.rows(groups)
-    if tokens is not None:
-        rows = rows.take((rows.token >= tokens[0]) & (rows.token < tokens[1]))
-        if not len(rows):
-            raise LabError(f"{path} holds no token in {tokens[0]}..{tokens[1]}.")
-    return to_trace(rows, path, file.about, num_experts)
+    if tokens is None:
+        return to_trace(file.rows(groups), path, file.about, asked_experts(num_experts))
+    start, stop = tokens
+    rows = file.rows([g for g in groups if file.may_hold(g, start, stop)])
+    return to_trace(within(rows, (start, stop), path), path, file.about, asked_experts(num_experts))
 
 
 def scan(path: str | Path, *, num_experts: int | None = None, rows: int = SCAN_ROWS) -> Iterator[RoutingTrace]:
@@ -43,7 +41,7 @@ def scan(path: str | Path, *, num_experts: int | None = None, rows: int = SCAN_R
     Where neither the file's metadata nor `num_experts` says E, the file is read twice, first for the largest id.
     LabError where rows do not stand in token order (then `RoutingTrace.load` it) or pieces hold different layers.
     """
-    file = _File(path)
+    file, num_experts = _File(path), asked_experts(num_experts)
     if num_experts is None and "E" not in file.about:
         num_experts = max((most_id(as_ids(batch.ids, str(path))) for batch in file.batches(rows)), default=0) + 1
     layers: tuple[int, ...] | None = None
@@ -146,11 +144,9 @@ class _File:
         for name in self.columns:
             if table.column(name).null_count:
                 raise LabError(f"{self.path}: column {name} has {table.column(name).null_count} empty cells.")
-        known = {name: self._numbers(table, name, np.integer) for name in ("token", "layer")}
-        if "token_id" in self.columns:
-            known["token_id"] = self._numbers(table, "token_id", np.integer).astype(np.int32)
+        known = {name: self._signed(table, name) for name in ("token", "layer", "token_id") if name in self.columns}
         if "margin" in self.columns:
-            known["margin"] = self._numbers(table, "margin", np.floating).astype(np.float32)
+            known["margin"] = self._numbers(table, "margin", np.floating)
         if "domain" in self.columns:
             known["domain"] = table.column("domain").cast(self.pa.string()).to_numpy()
         ids, weights = self._lists(table, "ids", np.integer), self._lists(table, "weights", np.floating)
@@ -166,6 +162,13 @@ class _File:
 
     def _numbers(self, table: Any, name: str, kind: type) -> np.ndarray:
         return self._check(name, table.column(name).to_numpy(), kind)
+
+    def _signed(self, table: Any, name: str) -> np.ndarray:
+        """Whole numbers as int64, whose differences do not wrap around. LabError for those beyond it."""
+        values = self._numbers(table, name, np.integer)
+        if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
+            raise LabError(f"{self.path}: column {name} holds {values.max()}; wanted 64-bit signed numbers.")
+        return values.astype(np.int64, copy=False)
 
     def _lists(self, table: Any, name: str, kind: type) -> np.ndarray:
         """[N, K] of a column of lists, which must all be as long."""

@@ -12,22 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_lab.errors import LabError, LabTypeError, MissingExtra
+from moe_lab.card import spans
+from moe_lab.checks import wants, wants_path, wants_whole
+from moe_lab.errors import LabError, MissingExtra
+from moe_lab.trace.values import (
+    MOST_EXPERTS,
+    NO_PICK,
+    as_array,
+    as_ids,
+    as_layers,
+    as_margin,
+    as_token_ids,
+    as_weights,
+    asked_experts,
+    token_span,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NO_PICK = np.uint16(65535)  # a skipped slot (-1) on disk
 READERS = {".parquet": "parquet", ".pq": "parquet", ".csv": "tables", ".npz": "tables"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class RoutingTrace:
     """Picks of T tokens in L layers. ids uint16 and weights float16 [T, L, K]; `layers` names the L layers.
 
     Optional: token_ids int32 [T], domains str [T], margin float32 [T, L]. E = num_experts, R = width. Weights that are
-    not known (ids alone were recorded) are NaN, all of them. LabError for shapes that disagree, ids that are neither
-    0..R-1 nor NO_PICK, and weights that are not finite.
+    not known (ids alone were recorded) are NaN, all of them. Arrays of wider dtypes are converted where nothing is lost
+    (an id of -1 is NO_PICK). LabTypeError for other kinds, LabError for shapes that disagree, ids that are neither
+    0..R-1 nor NO_PICK, weights that are not finite in float16, token ids beyond int32, layers twice or beyond int16.
     """
 
     ids: np.ndarray
@@ -41,6 +55,7 @@ class RoutingTrace:
     margin: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        self._convert()
         if self.ids.ndim != 3 or self.ids.shape != self.weights.shape or self.ids.shape[1] != len(self.layers):
             raise LabError(
                 f"a trace wants ids and weights [T, L, K] with L={len(self.layers)} layers, "
@@ -48,6 +63,7 @@ class RoutingTrace:
             )
         if not 0 < self.num_experts <= self.width:
             raise LabError(f"a trace wants 0 < E <= R, got E={self.num_experts} and R={self.width}.")
+        wants_whole("width (R of a trace)", self.width, 1, MOST_EXPERTS)
         for name, array, shape in (
             ("token_ids", self.token_ids, (self.tokens,)),
             ("domains", self.domains, (self.tokens,)),
@@ -56,6 +72,20 @@ class RoutingTrace:
             if array is not None and array.shape != shape:
                 raise LabError(f"trace {name} has shape {array.shape}; wanted {shape}.")
         self._check_values()
+
+    def _convert(self) -> None:
+        """Every field to what the file holds; each refuses what would change on the way."""
+        wants("model_hash", self.model_hash, str, "text")
+        kept: dict[str, Any] = {name: wants_whole(name, getattr(self, name)) for name in ("num_experts", "width")}
+        kept |= {"layers": as_layers(self.layers), "ids": as_ids(self.ids, "ids"), "weights": as_weights(self.weights)}
+        if self.token_ids is not None:
+            kept["token_ids"] = as_token_ids(self.token_ids)
+        if self.margin is not None:
+            kept["margin"] = as_margin(self.margin)
+        if self.domains is not None:
+            as_array("domains", self.domains)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     def _check_values(self) -> None:
         outside = (self.ids >= self.width) & (self.ids != NO_PICK)
@@ -75,6 +105,12 @@ class RoutingTrace:
 
     def _place(self, at: tuple[Any, ...]) -> str:
         return f"token {at[0]}, layer {self.layers[at[1]]}"
+
+    def __repr__(self) -> str:
+        sizes = f"T={self.tokens}, L={len(self.layers)}, K={self.top_k}, E={self.num_experts}, R={self.width}"
+        held = [name for name in ("token_ids", "domains", "margin") if getattr(self, name) is not None]
+        held = ["weights", *held] if self.has_weights else held
+        return f"RoutingTrace({sizes}, layers {spans(list(self.layers))}, with {', '.join(held) or 'ids alone'})"
 
     @property
     def tokens(self) -> int:
@@ -104,22 +140,33 @@ class RoutingTrace:
         """Build from {layer: ids [T, K]} and {layer: weights [T, K]}; every layer must hold the same T and K. An id of
         -1 is a skipped slot.
         """
-        shapes = {n: a.shape for n, a in ids.items()}
+        wants("ids", ids, Mapping, "a mapping from layer number to ids [T, K]")
+        wants("weights", weights, Mapping, "a mapping from layer number to weights [T, K]")
+        layers = tuple(sorted(as_layers(tuple(ids))))
+        if missing := [n for n in layers if n not in weights]:
+            raise LabError(f"layer {missing[0]} has ids but no weights; wanted both for every layer.")
+        picked = [as_ids(ids[n], f"ids of layer {n}") for n in layers]
+        weighed = [as_weights(weights[n], f"weights of layer {n}") for n in layers]
+        shapes = {n: a.shape for n, a in zip(layers, picked, strict=True)}
         if len(set(shapes.values())) != 1:
             raise LabError(f"a trace needs the same tokens and K in every layer, got {shapes}.")
-        layers = tuple(sorted(ids))
-        picked = np.stack([as_ids(ids[n], f"layer {n}") for n in layers], 1)
-        weighed = np.stack([as_weights(weights[n]) for n in layers], 1)
-        return cls(ids=picked, weights=weighed, layers=layers, num_experts=num_experts, width=width, **more)
+        for n, a in zip(layers, weighed, strict=True):
+            if a.shape != shapes[n]:
+                raise LabError(f"layer {n} has ids {list(shapes[n])} but weights {list(a.shape)}.")
+        return cls(
+            ids=np.stack(picked, 1), weights=np.stack(weighed, 1), layers=layers, num_experts=num_experts, width=width,
+            **more,
+        )  # fmt: skip
 
     def layer(self, number: int) -> np.ndarray:
-        """ids uint16 [T, K] of one layer."""
-        if number not in self.layers:
-            raise LabError(f"the trace has no layer {number}; it has {', '.join(map(str, self.layers))}.")
+        """ids uint16 [T, K] of one layer. LabError for a layer that the trace lacks."""
+        if wants_whole("layer", number) not in self.layers:
+            raise LabError(f"the trace has no layer {number!r}; it has {', '.join(map(str, self.layers))}.")
         return self.ids[:, self.layers.index(number)]
 
     def part(self, start: int, stop: int) -> "RoutingTrace":
         """Tokens start..stop-1 as a trace (views of the same arrays). LabError outside 0..T."""
+        start, stop = wants_whole("start", start), wants_whole("stop", stop)
         if not 0 <= start <= stop <= self.tokens:
             raise LabError(f"tokens {start}..{stop} asked of a trace of {self.tokens} tokens.")
         held = ("ids", "weights", "token_ids", "domains", "margin")
@@ -139,24 +186,24 @@ class RoutingTrace:
         `num_experts`: E, where the file does not say it (else the largest id + 1). `tokens`: (start, stop) reads these
         alone; a Parquet file is then read only where they stand. LabError naming the file when it is no trace.
         """
-        kind = READERS.get(Path(path).suffix.lower())
+        file = wants_path("the trace's path", path)
+        kind = READERS.get(file.suffix.lower())
         if kind is None:
             raise LabError(f"{path}: a trace is read from {', '.join(READERS)}; rename it or convert it.")
-        span = token_span(tokens)
+        span, experts = token_span(tokens), asked_experts(num_experts)
         if kind == "parquet":
             from moe_lab.trace.parquet import read_parquet
 
-            return read_parquet(path, num_experts=num_experts, tokens=span)
+            return read_parquet(file, num_experts=experts, tokens=span)
         from moe_lab.trace.tables import read_table
 
-        whole = read_table(path, num_experts=num_experts)
-        return whole if span is None else whole.part(min(span[0], whole.tokens), min(span[1], whole.tokens))
+        return read_table(file, num_experts=experts, tokens=span)
 
     def save(self, path: str | Path) -> Path:
-        """Write Parquet (zstd) with metadata; returns the path."""
+        """Write Parquet (zstd) with metadata; returns the path. LabError for another suffix or a trace of no tokens."""
         from moe_lab.trace.writer import write_parquet
 
-        return write_parquet(self, Path(path))
+        return write_parquet(self, wants_path("the trace's path", path))
 
     def last_token(self) -> "pd.DataFrame":
         """Picks of the last token, a row a layer: layer, ids, weights (they decide the next prediction)."""
@@ -198,53 +245,6 @@ def join_traces(pieces: "Sequence[RoutingTrace]") -> RoutingTrace:
         if any(getattr(piece, name) is None for name in held):
             raise LabError(f"a piece of the trace lacks one of {', '.join(held)}, which the first has.")
     return replace(pieces[0], **{name: np.concatenate([getattr(p, name) for p in pieces]) for name in held})
-
-
-def as_ids(ids: np.ndarray, where: str) -> np.ndarray:
-    """Whole numbers as uint16, -1 as NO_PICK. LabError for what does not fit: nothing wraps around silently."""
-    if ids.dtype.kind not in "iu":
-        raise LabTypeError(f"{where}: expert ids are whole numbers, got {ids.dtype}.")
-    if ids.dtype == np.uint16:
-        return ids
-    if ids.size and (int(ids.min()) < -1 or int(ids.max()) > NO_PICK):
-        raise LabError(
-            f"{where}: expert ids run from {int(ids.min())} to {int(ids.max())}; wanted 0..{NO_PICK - 1}, or -1 for a "
-            f"skipped slot."
-        )
-    return np.where(ids == -1, NO_PICK, ids).astype(np.uint16)
-
-
-def most_id(ids: np.ndarray) -> int:
-    """The largest id picked; 0 where every slot is skipped."""
-    return int(ids[ids != NO_PICK].max(initial=0))
-
-
-def experts_of(path: str | Path, told: int | None, asked: int | None, ids: np.ndarray) -> int:
-    """E: what the file says, else what the caller does, else the largest id + 1. LabError where the two disagree."""
-    if told and asked and told != asked:
-        raise LabError(f"{path} says that there are {told} experts, but num_experts={asked} was asked.")
-    return told or asked or most_id(ids) + 1
-
-
-def as_weights(weights: np.ndarray) -> np.ndarray:
-    """Weights as float16; what lies beyond it becomes an infinity, which a trace refuses."""
-    with np.errstate(over="ignore"):
-        return weights.astype(np.float16)
-
-
-def token_span(tokens: "tuple[int, int] | slice | None") -> tuple[int, int] | None:
-    """(start, stop) of a slice or pair of non-negative numbers. LabError for steps, negatives and reversed pairs."""
-    if tokens is None:
-        return None
-    if isinstance(tokens, slice):
-        if tokens.step not in (None, 1):
-            raise LabError(f"tokens has step {tokens.step}; a trace is read in one piece.")
-        start, stop = tokens.start or 0, 2**62 if tokens.stop is None else tokens.stop
-    else:
-        start, stop = tokens
-    if not 0 <= start <= stop:
-        raise LabError(f"tokens {start}..{stop}: wanted 0 <= start <= stop.")
-    return int(start), int(stop)
 
 
 def _pandas(need: str):

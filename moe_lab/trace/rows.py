@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from moe_lab.errors import LabError
-from moe_lab.trace.record import RoutingTrace, as_ids, as_weights, experts_of
+from moe_lab.trace.record import RoutingTrace
+from moe_lab.trace.values import as_ids, as_weights, experts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,20 @@ def join(parts: "list[Rows]") -> Rows:
     return Rows(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
 
+def within(rows: Rows, tokens: tuple[int, int], path: str | Path) -> Rows:
+    """The rows of tokens start..stop-1. LabError where there are none."""
+    kept = rows.take((rows.token >= tokens[0]) & (rows.token < tokens[1]))
+    if not len(kept):
+        held = f"{rows.token.min()}..{rows.token.max()}" if len(rows) else "none"
+        stop = "the end" if tokens[1] >= 2**62 else tokens[1]
+        raise LabError(f"{path} holds no token in {tokens[0]}..{stop} (it has {held}).")
+    return kept
+
+
 def to_trace(rows: Rows, path: str | Path, about: Mapping[str, Any], num_experts: int | None = None) -> RoutingTrace:
     """The trace that `rows` of file `path` spell. `about`: E, R, model_hash where the file says them; `num_experts`
-    where it does not. LabError when a (token, layer) is missing or stands twice.
+    where it does not. LabError when a (token, layer) is missing or stands twice, or a token's rows name different token
+    ids or domains.
     """
     if len(rows) == 0:
         raise LabError(f"{path} holds no rows.")
@@ -62,13 +74,26 @@ def to_trace(rows: Rows, path: str | Path, about: Mapping[str, Any], num_experts
             num_experts=experts,
             width=max(about.get("R") or experts, experts),
             model_hash=about.get("model_hash") or "",
-            token_ids=None if rows.token_id is None else rows.token_id.reshape(-1, n)[:, 0],
-            domains=None if rows.domain is None else rows.domain.reshape(-1, n)[:, 0],
+            token_ids=None if rows.token_id is None else _one_each(rows, "token_id", n),
+            domains=None if rows.domain is None else _one_each(rows, "domain", n),
             margin=None if rows.margin is None else rows.margin.reshape(-1, n),
         )
     except LabError as e:
         first = f" Tokens counted from {rows.token[0]}." if rows.token[0] else ""
         raise LabError(f"{path}: {e}{first}") from e
+
+
+def _one_each(rows: Rows, name: str, layers: int) -> np.ndarray:
+    """A token's own value of a column, [T]. LabError where its rows disagree."""
+    values = getattr(rows, name).reshape(-1, layers)
+    differs = (values != values[:, :1]).any(axis=1)
+    if differs.any():
+        at = int(differs.argmax())
+        found = ", ".join(repr(v) for v in dict.fromkeys(values[at].tolist()))
+        raise LabError(
+            f"the rows of token {rows.token[at * layers]} have {name} {found}; wanted one for all its layers."
+        )
+    return values[:, 0]
 
 
 def _in_order(rows: Rows, layers: np.ndarray) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from moe_lab.errors import LabError
-from moe_lab.trace.record import NO_PICK, RoutingTrace
+from moe_lab.trace.record import RoutingTrace
+from moe_lab.trace.values import NO_PICK
 
 
 @dataclass(slots=True)

@@ -9,19 +9,22 @@ import numpy as np
 
 from moe_lab.errors import LabError
 from moe_lab.npz import optional_array, read_npz
-from moe_lab.trace.record import RoutingTrace, as_ids, as_weights, experts_of
-from moe_lab.trace.rows import Rows, to_trace
+from moe_lab.trace.record import RoutingTrace
+from moe_lab.trace.rows import Rows, to_trace, within
+from moe_lab.trace.values import as_ids, as_weights, experts_of
 
 
-def read_table(path: str | Path, *, num_experts: int | None = None) -> RoutingTrace:
+def read_table(
+    path: str | Path, *, num_experts: int | None = None, tokens: tuple[int, int] | None = None
+) -> RoutingTrace:
     """Read a CSV or npz trace (see RoutingTrace.load). LabError naming the file, and for CSV the line."""
     reader = {".csv": read_csv, ".npz": read_arrays}[Path(path).suffix.lower()]
-    return reader(path, num_experts)
+    return reader(path, num_experts, tokens)
 
 
-def read_csv(path: str | Path, num_experts: int | None = None) -> RoutingTrace:
+def read_csv(path: str | Path, num_experts: int | None = None, tokens: tuple[int, int] | None = None) -> RoutingTrace:
     """Rows (token, layer) with ids and weights in one cell each or in columns id0.., weight0..; any order of rows.
-    Optional columns: token_id, domain, margin.
+    Optional columns: token_id, domain, margin. `tokens`: those numbered start..stop-1 alone.
     """
     if not Path(path).is_file():
         seen = "is not a regular file" if Path(path).exists() else "does not exist"
@@ -34,7 +37,8 @@ def read_csv(path: str | Path, num_experts: int | None = None) -> RoutingTrace:
             for cells in lines:
                 if cells:
                     columns.add(lines.line_num, cells)
-        return to_trace(columns.rows(), path, {}, num_experts)
+        rows = columns.rows() if tokens is None else within(columns.rows(), tokens, path)
+        return to_trace(rows, path, {}, num_experts)
     except (OSError, UnicodeDecodeError, csv.Error, OverflowError, MemoryError) as e:
         raise LabError(f"{path} is not a readable CSV trace: {e}") from e
 
@@ -52,7 +56,8 @@ class _Columns:
         missing = [name for name in ("token", "layer") if name not in self.where]
         missing += [name for name, found in (("ids", self.ids), ("weights", self.weights)) if not found]
         if missing:
-            raise LabError(f"{path} lacks the trace columns {', '.join(missing)}; it has {', '.join(header)}.")
+            hint = _why_missing(header, missing)
+            raise LabError(f"{path} lacks the trace columns {', '.join(missing)}; it has {', '.join(header)}.{hint}")
         self.optional = [name for name in ("token_id", "domain", "margin") if name in self.where]
         self.values: dict[str, list[Any]] = {n: [] for n in ("token", "layer", "ids", "weights", *self.optional)}
         self.k = 0
@@ -94,10 +99,19 @@ class _Columns:
             layer=np.array(v["layer"], np.int64),
             ids=np.array(v["ids"], np.int64).reshape(shape),
             weights=np.array(v["weights"], np.float64).reshape(shape),
-            token_id=np.array(v["token_id"], np.int32) if "token_id" in v else None,
+            token_id=np.array(v["token_id"], np.int64) if "token_id" in v else None,
             domain=np.array(v["domain"], object) if "domain" in v else None,
             margin=np.array(v["margin"], np.float32) if "margin" in v else None,
         )
+
+
+def _why_missing(header: Sequence[str], missing: Sequence[str]) -> str:
+    """A last sentence on a header that is nearly one."""
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+        return " Its cells are not separated by commas."
+    if {name.lower() for name in header} & set(missing):
+        return " Names are lower case."
+    return ""
 
 
 def _cells(cells: Sequence[str], where: list[int]) -> list[str]:
@@ -114,9 +128,11 @@ def _number(columns: _Columns, line: int, name: str, text: str, kind: Callable[[
         raise LabError(f"{columns.path} line {line}: {name} has {text[:40]!r}; wanted {wanted}.") from None
 
 
-def read_arrays(path: str | Path, num_experts: int | None = None) -> RoutingTrace:
+def read_arrays(
+    path: str | Path, num_experts: int | None = None, tokens: tuple[int, int] | None = None
+) -> RoutingTrace:
     """npz: idx [L, T, K] whole numbers and, where there are, weights [L, T, K], layers [L], token_ids [T], domain [T],
-    margin [L, T], num_experts.
+    margin [L, T], num_experts. `tokens`: start..stop-1 alone, counted from 0.
     """
     arrays = read_npz(path, "routing")
     idx = arrays.get("idx")
@@ -124,19 +140,25 @@ def read_arrays(path: str | Path, num_experts: int | None = None) -> RoutingTrac
         seen = "no idx" if idx is None else f"{idx.dtype} {idx.shape}"
         raise LabError(f"{path} must hold idx, whole numbers [L, T, K]; it has {seen} (arrays: {', '.join(arrays)}).")
     n, t, k = idx.shape
-    layers = optional_array(arrays, path, "layers", (n,), "iu")
-    numbers = np.arange(n) if layers is None else layers.astype(np.int64)
+    if tokens is not None and tokens[0] >= min(tokens[1], t):
+        raise LabError(f"{path} holds no token in {tokens[0]}..{tokens[1]} (it has 0..{t - 1}).")
+    numbers = optional_array(arrays, path, "layers", (n,), "iu")
+    numbers = np.arange(n) if numbers is None else numbers
     if len(np.unique(numbers)) < n:
         raise LabError(f"{path}: layers holds {numbers.tolist()}; wanted {n} different numbers.")
     order = np.argsort(numbers)
-    ids = as_ids(idx, str(path)).transpose(1, 0, 2)[:, order]
+    ids = as_ids(idx, f"{path}: idx").transpose(1, 0, 2)[:, order]
     weights = optional_array(arrays, path, "weights", (n, t, k), "f")
     margin = optional_array(arrays, path, "margin", (n, t), "f")
-    token_ids = optional_array(arrays, path, "token_ids", (t,), "iu")
     told = optional_array(arrays, path, "num_experts", (), "iu")
     experts = experts_of(path, None if told is None else int(told), num_experts, ids)
+    known: dict[str, Any] = {
+        "token_ids": optional_array(arrays, path, "token_ids", (t,), "iu"),
+        "domains": optional_array(arrays, path, "domain", (t,), "U"),
+        "margin": None if margin is None else margin.T[:, order],
+    }
     try:
-        return RoutingTrace(
+        whole = RoutingTrace(
             ids=ids,
             weights=np.full(ids.shape, np.nan, np.float16)
             if weights is None
@@ -144,9 +166,8 @@ def read_arrays(path: str | Path, num_experts: int | None = None) -> RoutingTrac
             layers=tuple(numbers[order].tolist()),
             num_experts=experts,
             width=experts,
-            token_ids=None if token_ids is None else token_ids.astype(np.int32),
-            domains=optional_array(arrays, path, "domain", (t,), "U"),
-            margin=None if margin is None else margin.astype(np.float32).T[:, order],
+            **known,
         )
     except LabError as e:
         raise LabError(f"{path}: {e}") from e
+    return whole if tokens is None else whole.part(tokens[0], min(tokens[1], whole.tokens))

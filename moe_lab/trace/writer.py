@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from moe_lab.checks import wants, wants_path, wants_whole
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.trace.record import RoutingTrace
 
 META_KEY = b"moe_lab"
+SUFFIXES = (".parquet", ".pq")
 GROUP_ROWS = 1 << 19
 """Rows a row group: at K = 8 about 25 MB in memory; a scan decodes no more than this at once."""
 LEVEL = 12
@@ -26,14 +28,17 @@ class TraceWriter:
 
     The first piece says layers, K, E, R, model hash and which optional columns there are; LabError for a later piece
     that differs. Tokens are numbered on from piece to piece. `tokens` counts them. The file is put in place at the end
-    of the block; LabError naming it when the disk refuses or nothing was appended.
+    of the block; LabError naming it when the disk refuses or no token was appended, and for a suffix that no reader
+    takes for Parquet.
     """
 
     def __init__(self, path: str | Path, *, group_rows: int = GROUP_ROWS) -> None:
-        self.path, self.tokens = Path(path), 0
+        self.path, self.tokens = wants_path("the trace's path", path), 0
         if self.path.exists() and not self.path.is_file():
             raise LabError(f"cannot write {self.path}: it is not a regular file.")
-        if group_rows < 1:
+        if self.path.suffix.lower() not in SUFFIXES:
+            raise LabError(f"{path}: traces are written as Parquet; give the file the suffix {' or '.join(SUFFIXES)}.")
+        if wants_whole("group_rows", group_rows) < 1:
             raise LabError(f"group_rows={group_rows}: wanted 1 or more.")
         self._pa, self._group_rows = arrow(), group_rows
         self._part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
@@ -55,6 +60,7 @@ class TraceWriter:
 
     def append(self, piece: RoutingTrace) -> None:
         """The next tokens."""
+        wants("the piece", piece, RoutingTrace, "a RoutingTrace")
         if not self._open:
             raise LabError(f"{self.path}: the writer is closed.")
         try:
@@ -81,6 +87,9 @@ class TraceWriter:
         if self._like is None:
             self.abort()
             raise LabError(f"{self.path}: nothing was recorded, so there is no trace to write.")
+        if not self.tokens + self._held:
+            self.abort()
+            raise LabError(f"{self.path}: no token was recorded, so there is no trace to write.")
         try:
             self._flush()
             self._writer.close()

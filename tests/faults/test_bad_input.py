@@ -13,7 +13,8 @@ from moe_lab.activations import Activations
 from moe_lab.cli import main
 from moe_lab.errors import CheckpointError, LabError, LabTypeError
 from moe_lab.files import replace_file
-from moe_lab.formats.legacy import Q8_0
+from moe_lab.formats.base import BlockFormat
+from moe_lab.formats.legacy import Q8_0_FORMAT
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec, RouterSpec
 from tests.support.tiny_gguf import write_tiny_qwen2moe
@@ -76,8 +77,14 @@ def test_what_is_no_activations_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_own_format_takes_the_reference_and_is_refused_elsewhere() -> None:
-    class Mine(Q8_0):
-        name = "mine"
+    class Mine(BlockFormat):
+        name, block, block_bytes = "mine", Q8_0_FORMAT.block, Q8_0_FORMAT.block_bytes
+
+        def dequantize(self, raw: torch.Tensor) -> torch.Tensor:
+            return Q8_0_FORMAT.dequantize(raw)
+
+        def quantize(self, w: torch.Tensor) -> torch.Tensor:
+            return Q8_0_FORMAT.quantize(w)
 
     w = torch.randn(2, 256, 256)
     stack = lab.quantize(w, Mine())

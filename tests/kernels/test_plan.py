@@ -84,8 +84,8 @@ def test_lab_plan_takes_the_kernel_and_still_refuses_impossible_ids() -> None:
     with pytest.raises(LabError, match=r"ids\[0, 1\] is 8"):
         lab_plan(Routing(torch.tensor([[0, 8]]), torch.ones(1, 2)), 8)
     with pytest.raises(LabError, match="E=1025"):
-        lab_plan(picks(1, 2, 8, 8), 1025, backend="triton")
-    assert len(lab_plan(picks(1, 2, 8, 8), 1025).counts) == 1025
+        lab_plan(picks(1, 2, 8, 1025), 1025, backend="triton")
+    assert len(lab_plan(picks(1, 2, 8, 1025), 1025).counts) == 1025
 
 
 def test_wrong_input_is_refused() -> None:

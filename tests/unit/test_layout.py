@@ -16,15 +16,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # A room may import its own floor and those above it in this list; the package itself (lazy names) stands outside.
 FLOORS = (
-    {"errors", "_types", "tolerances", "threads", "devices", "files"},
+    {"errors", "_types", "checks", "protocols", "tolerances", "threads", "devices", "files", "npz", "user_cache"}
+    | {"card"},
     {"moe_lab_kernels"},
-    {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance", "activations"},
+    {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance"},
+    {"tap"},
+    {"activations"},
     {"checkpoint"},
-    {"routing", "arms", "weights", "block"},
+    {"routing", "routing_checks", "arms", "weights", "block"},
     {"stream"},
     {"layer", "execution"},
-    {"open"},
-    {"parity", "simulate", "bench", "hf", "plots", "inspect"},
+    {"assembly", "open", "export"},
+    {"analysis", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs"},
     {"explore", "report", "cli", "__main__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

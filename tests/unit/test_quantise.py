@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab.formats import FORMATS, quantize, quantize_steps
+from moe_lab.formats import FORMATS, NVFP4_FORMAT, quantize, quantize_steps
 from moe_lab.formats.kquants_search import nearest, nearest_clamped_, ordered_sum, signed_peak
 from moe_lab.formats.quantize_fp4 import fp4_codes, ue4m3_halves
 from moe_lab.tolerances import tol
@@ -82,7 +82,11 @@ def test_weights_that_overflow_half_scales_are_refused(name: str) -> None:
 def test_nvfp4_saturates_without_a_tensor_scale() -> None:
     w = torch.zeros(1, 64)
     w[0, 0], w[0, 16], w[0, 32] = 2688.0, 1e5, -1e12
-    assert quantize(w, "nvfp4").dequantize()[0, [0, 16, 32]].tolist() == [2688.0, 2688.0, -2688.0]
+    decoded = NVFP4_FORMAT.dequantize(NVFP4_FORMAT.quantize(w))  # ggml's bytes
+    assert decoded[0, [0, 16, 32]].tolist() == [2688.0, 2688.0, -2688.0]
+    with pytest.raises(LabError, match=r"nvfp4: weights up to 1e\+12, but its scales hold 2688"):
+        quantize(w, "nvfp4")
+    assert quantize(w.clamp(-2688, 2688), "nvfp4").dequantize()[0, [0, 16, 32]].tolist() == [2688.0, 2688.0, -2688.0]
 
 
 def test_fp4_codes_are_the_nearest_values_with_ties_towards_zero() -> None:

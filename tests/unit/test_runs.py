@@ -245,6 +245,7 @@ def test_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> Non
     assert list(lab.runs(paths)["run"]) == [str(path.with_suffix("")) for path in paths]
 
 
+@pytest.mark.wrong_types
 def test_loading_10_000_records_takes_less_than_a_second(tmp_path: Path) -> None:
     """CPU seconds of this process: what else the machine does at the moment is not the code's."""
     seeds = [passed(draw=draw, n=20) for draw in range(100)]

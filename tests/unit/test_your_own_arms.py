@@ -123,6 +123,7 @@ HALF = {"no-experts": (NoExperts(), "'no_experts' (NoExperts) lacks experts(x, s
         "number": (7, "arm of type int lacks name, supports(formats, backend), experts(")}  # fmt: skip
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("door", USED)
 @pytest.mark.parametrize("case", HALF)
 def test_a_half_made_arm_is_refused_at_every_door(case: str, door: str, x: torch.Tensor) -> None:

@@ -80,6 +80,7 @@ def test_a_format_serves_weights_layers_and_comparisons(format: object) -> None:
         lab.compare(layer, x, ["reference", "gemv"])
 
 
+@pytest.mark.wrong_types
 def test_a_format_is_benchmarked_by_shape_and_by_layer() -> None:
     shape, quick = LayerShape("small", D, F, E, K), Settings(cell_ms=1, least=1, most=2, states=("warm",))
     table = lab.bench(shape, arms=["reference", "gemv"], formats=[MyInt8(), "q8_0"], tokens=2, settings=quick)
@@ -129,6 +130,7 @@ BAD_FORMATS = {
 }  # fmt: skip
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("case", BAD_FORMATS)
 def test_a_half_made_format_is_refused(case: str) -> None:
     format, says = BAD_FORMATS[case]
@@ -160,6 +162,7 @@ class LentFamily:
 MINE = replace(FAMILIES["qwen2_moe"], name="mine", router={"normalize": True})
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("family", [MINE, LentFamily(MINE)], ids=["row", "duck"])
 def test_a_family_opens_files_and_names_layers(family: object, tmp_path: Path) -> None:
     ckpt = lab.open(write_tiny_qwen2moe(tmp_path / "tiny.gguf"), family=family)
@@ -172,6 +175,7 @@ def test_a_family_opens_files_and_names_layers(family: object, tmp_path: Path) -
     )
 
 
+@pytest.mark.wrong_types
 def test_a_family_reads_a_module_and_builds_a_spec() -> None:
     mine = replace(FAMILIES["mixtral"], name="my_mixtral")
     assert lab.hf.from_module(MixtralSparseMoeBlock(), family=mine).spec.family == "my_mixtral"
@@ -191,6 +195,7 @@ def test_a_subclass_of_family_stays_one_without_its_shared_expert() -> None:
     assert own.without_shared().shared == "none"
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(("family", "says"), [
     (3, "family of type int lacks name, router, layer"), (Family, "family Family is a class"),
     (object(), "members of moe_lab.families.Family"),
@@ -206,6 +211,7 @@ def test_a_half_made_family_is_refused(family: object, says: str, tmp_path: Path
         assert says in str(caught.value)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(("setting", "says"), [
     ({"name": 3}, "name = 3, which is no str"), ({"router": 3}, "router = 3, which is no Mapping"),
     ({"gguf": "qwen"}, "gguf = 'qwen', which is no FileRow or None"), ({"shared": "some"}, "shared = 'some', which"),
@@ -216,6 +222,7 @@ def test_a_row_of_wrong_types_is_refused_when_it_is_made(setting: dict, says: st
     assert says in str(caught.value)
 
 
+@pytest.mark.wrong_types
 def test_a_spec_wants_its_family_by_name_or_as_a_row() -> None:
     with pytest.raises(lab.LabTypeError, match=r"MoESpec.family is a int; wanted a name or a moe_lab.families.Family"):
         lab.MoESpec(lab.RouterSpec(E, K), D, F, family=3)
