@@ -15,6 +15,8 @@ from moe_lab.errors import CheckpointError
 from moe_lab.families import FAMILIES, WhichLayers
 from tests.support.tiny_gguf import write_tiny_qwen2moe
 
+pytestmark = pytest.mark.wrong_types  # settings alone stand in for a file
+
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 E, D, F = 2, 8, 4
