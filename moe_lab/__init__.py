@@ -46,6 +46,7 @@ _PUBLIC = {
     "open": "open:open",
     "plan": "routing:plan",
     "plot": "plots",
+    "prefill": "strategies:prefill",
     "quantize": "formats:quantize",
     "record": "timing:record",
     "route": "routing:route",
@@ -88,6 +89,7 @@ __all__ = [
     "open",
     "plan",
     "plot",
+    "prefill",
     "quantize",
     "record",
     "route",
@@ -121,6 +123,7 @@ if TYPE_CHECKING:
     from moe_lab.sample import sample
     from moe_lab.simulate import simulate
     from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
+    from moe_lab.strategies import prefill
     from moe_lab.stream.cache import ExpertCache
     from moe_lab.timing import record
     from moe_lab.trace import RoutingTrace

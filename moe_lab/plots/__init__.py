@@ -7,6 +7,7 @@ remember the frame: `save` writes picture, data and settings; `table` and `to_la
 
 from moe_lab.plots.batching import batching
 from moe_lab.plots.bench import bench
+from moe_lab.plots.cost_curves import cost, parts
 from moe_lab.plots.parity import parity
 from moe_lab.plots.phases import phases
 from moe_lab.plots.routing import load
@@ -24,11 +25,13 @@ __all__ = [
     "batching",
     "bench",
     "coactivation",
+    "cost",
     "describe",
     "flips",
     "load",
     "next_layer",
     "parity",
+    "parts",
     "phases",
     "png",
     "reuse",

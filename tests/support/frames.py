@@ -70,3 +70,33 @@ def flip_rates() -> pd.DataFrame:
         for low, high, n, flipped in ((0.0, 0.01, 40, few), (0.01, 0.1, 60, 0))
     ]
     return pd.DataFrame(rows, columns=["pair", "margin_from", "margin_to", "tokens", "flipped", "flip_rate"])
+
+
+def benched(times_us: dict[str, dict[int, float]], state: str = "cold") -> pd.DataFrame:
+    """A frame as `lab.bench` gives it: {arm: {rows: median in us}}, 10 % of spread, floors of 1 us a row."""
+    same = {"workload": "w", "model": "m", "format": "q2_k", "backend": "torch", "device": "cpu", "source": "measured"}
+    rows = [
+        {**same, "arm": arm, "state": state, "tokens": m, "status": "PASSED", "unit": "us", "p20": 0.9 * t, "p50": t,
+         "p80": 1.1 * t, "predicted": 2.0 * m, "floor": 1.0 * m, "n": 5}
+        for arm, by_rows in times_us.items()
+        for m, t in by_rows.items()
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def cost_curves() -> pd.DataFrame:
+    """Two arms: rows after the first free, and none free."""
+    from moe_lab.bench.cost import cost_curve
+
+    return cost_curve(benched({"shared": {1: 10.0, 2: 10.0, 4: 10.0}, "alone": {1: 10.0, 2: 20.0, 4: 40.0}}))
+
+
+def parts() -> pd.DataFrame:
+    """Half of a call reads weights at T = 1, three quarters at T = 8."""
+    rows = [
+        (t, step, reads, share, share)
+        for t, half in ((1, 0.5), (8, 0.75))
+        for step, reads, share in (("experts' products", "weights", half), ("selection", "none", 1 - half))
+    ]
+    frame = pd.DataFrame(rows, columns=["tokens", "part", "reads", "time_ms", "share"])
+    return frame.assign(arm="gemv", n=5, backend="torch", device="cpu")

@@ -23,11 +23,11 @@ FLOORS = (
     {"tap"},
     {"activations"},
     {"checkpoint"},
-    {"routing", "routing_checks", "arms", "weights", "block"},
+    {"routing", "routing_checks", "workspace", "arms", "weights", "block"},
     {"stream"},
     {"layer", "execution"},
     {"assembly", "open", "export"},
-    {"analysis", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs"},
+    {"analysis", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"},
     {"explore", "report", "cli", "__main__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

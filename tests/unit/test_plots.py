@@ -24,6 +24,8 @@ DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
     "load-heat": (lab.plot.load, frames.random_loads),
     "load-bars": (lab.plot.load, lambda: frames.random_loads(layers=1)),
     "batching": (lab.plot.batching, lambda: frames.sweep({"gemv": {1: 1.0, 8: 2.0}, "per_token": {1: 1.0, 8: 8.0}})),
+    "cost": (lab.plot.cost, frames.cost_curves),
+    "parts": (lab.plot.parts, frames.parts),
     "skew": (lab.plot.skew, lambda: lab.analysis.skew(random_trace())),
     "coactivation": (lab.plot.coactivation, lambda: lab.analysis.coactivation(random_trace(), layers=[1])),
     "reuse": (lab.plot.reuse, lambda: lab.analysis.reuse(random_trace())),
