@@ -1,5 +1,6 @@
 """What a further row costs, and what of a layer's work no batch can share."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.plots.figure import remembers
@@ -15,7 +16,7 @@ def cost(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
 
     `df`: rows of `moe_lab.bench.cost.cost_curve`; c_low and c_high are drawn as a band.
     """
-    need_columns(df, ("arm", "format", "rows", "c", "c_low", "c_high", "backend", "n"), "cost")
+    need_columns(df, ("arm", "format", "rows", "c", "c_low", "c_high", "backend", "device", "n"), "cost")
     names = df["arm"] + " " + df["format"]
     with style():
         axes = ax if ax is not None else new_axes(6.4, 3.9)[0]
@@ -31,19 +32,20 @@ def cost(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(sizes, [str(m) for m in sizes])
-        ticks = [1, 0.5, 0.25, 0.125, 0.0625]
-        axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        ticks = [2.0**-k for k in range(0, 1 + max(4, math.ceil(-math.log2(df["c"].min()))))]
+        ticks = ticks[:: -(-len(ticks) // 6)]
+        axes.set_yticks(ticks, [f"{t:.3g}" for t in ticks])
         axes.minorticks_off()
         axes.set_xlabel(f"rows together, M (medians, n = {int(df['n'].min())} or more; bands: 20th to 80th percentile)")
         axes.set_ylabel("c(M) = cost of M rows / (M x cost of one)")
         best: Any = df.sort_values(["rows", "c"]).groupby("rows").first().iloc[-1]
         most = max(sizes)
         title = f"{most} rows together cost {best['c']:.0%} of {most} rows alone in {best['arm']} {best['format']}"
-        where = f"{', '.join(dict.fromkeys(df['backend']))}"
+        where = ", ".join(dict.fromkeys(df["device"] + ", backend " + df["backend"]))
         at = df[df["rows"] == most]
         detail = "; ".join(f"{r.arm} {r.format} c({most}) = {r.c:.3g}" for r in at.itertuples())
         axes.legend(fontsize=8.5, loc="lower left", handlelength=3.2)
-        describe(axes, f"{title} (backend {where})", f"{detail}.")
+        describe(axes, f"{title} ({where})", f"{detail}.")
     return axes
 
 
