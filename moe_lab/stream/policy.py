@@ -1,78 +1,30 @@
-"""Which resident expert leaves when a slot is needed: eviction policies as small objects.
+"""Which resident expert leaves when a slot is needed: eviction policies by name, or your own object.
 
 One policy object drives the live cache and the simulator alike; both call it from one thread at a time. A policy knows
 keys (layer, expert) and nothing about bytes, slots or threads. Your own class works wherever a name does.
 """
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Collection
-from typing import Protocol, runtime_checkable
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.protocols import check_object
+from moe_lab.stream.policies.base import Key, Policy, PolicyExtras
+from moe_lab.stream.policies.lfu import LFU, LFUDA, LFUDecay
+from moe_lab.stream.policies.lru import LRU
+from moe_lab.stream.policies.predicted import Predicted
+from moe_lab.stream.policies.random_oldest import RandomOldest
+from moe_lab.stream.policies.s3fifo import S3FIFO
+from moe_lab.stream.policies.static import Static
 
-Key = tuple[int, int]
-PolicyFactory = Callable[[], "Policy"]
+PolicyFactory = Callable[[], Policy]
 
+POLICIES: dict[str, type] = {
+    kind.name: kind for kind in (LRU, RandomOldest, LFU, LFUDecay, LFUDA, S3FIFO, Static, Predicted)
+}
 _HOOKS = ("on_hit", "on_insert", "on_evict", "victim")
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """What a cache asks of an eviction policy; `PolicyExtras` are optional. Keys are (layer, expert)."""
-
-    def on_hit(self, key: Key) -> None:
-        """`key` was asked for and is resident (or on its way)."""
-
-    def on_insert(self, key: Key) -> None:
-        """`key` was asked for, was absent and has got a slot."""
-
-    def on_evict(self, key: Key) -> None:
-        """`key` lost its slot: it was the victim, or its read failed."""
-
-    def victim(self, candidates: Collection[Key]) -> Key:
-        """One of `candidates`: the resident keys nobody uses, longest unused first.
-
-        `candidates` is a live view with cheap `in`, `len` and iteration; it is never empty. It lacks the keys that the
-        present call or another one holds, so a policy's own first choice may be missing from it.
-        """
-        ...
-
-
-class PolicyExtras(Protocol):
-    """What a policy may have besides."""
-
-    name: str
-    """Its label in tables and plots; without one the class's name is."""
-
-
-class LRU:
-    """The key whose last request is oldest leaves. O(1) a call, plus one step for each older key that is in use."""
-
-    name = "lru"
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()
-
-    def on_hit(self, key: Key) -> None:
-        self._order.move_to_end(key)
-
-    def on_insert(self, key: Key) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key)
-
-    def on_evict(self, key: Key) -> None:
-        self._order.pop(key, None)
-
-    def victim(self, candidates: Collection[Key]) -> Key:
-        for key in self._order:
-            if key in candidates:
-                return key
-        raise LabError(f"lru: none of {len(candidates)} candidates was ever inserted.")
-
-
-POLICIES: dict[str, PolicyFactory] = {"lru": LRU}
 
 
 def policy_name(policy: object) -> str:
@@ -90,18 +42,41 @@ def policy_factory(policy: str | object) -> PolicyFactory:
     as a cache calls it.
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise LabError(f"unknown eviction policy {policy!r}; wanted {', '.join(POLICIES)} or your own object.")
-        return POLICIES[policy]
+        return _named(policy)
     if _is_maker(policy):
         return lambda: _made(policy)
     checked = _checked(policy)
     return lambda: copy.deepcopy(checked)
 
 
-def make_policy(policy: str | object) -> Policy:
-    """One policy: an object of the caller's is used as it is, so that its state can be looked at afterwards."""
-    return policy_factory(policy)() if isinstance(policy, str) or _is_maker(policy) else _checked(policy)
+def make_policy(policy: str | object, **options: Any) -> Policy:
+    """One policy. A name takes the options of its class, as in make_policy("random_oldest", percent=5); such a policy
+    is called "random_oldest(percent=5)" in tables. An object of the caller's is used as it is, so that its state can be
+    looked at afterwards. LabError for an option that the policy does not have.
+    """
+    if not options:
+        return policy_factory(policy)() if isinstance(policy, str) or _is_maker(policy) else _checked(policy)
+    if not isinstance(policy, str):
+        raise LabTypeError(f"options ({', '.join(options)}) go with a policy's name; set them on your own object.")
+    kind = _named(policy)
+    known = list(inspect.signature(kind).parameters)
+    if unknown := [name for name in options if name not in known]:
+        raise LabError(
+            f"eviction policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'no options'}."
+        )
+    made: Any = kind(**options)
+    made.name = f"{policy}({', '.join(f'{name}={_short(value)}' for name, value in options.items())})"
+    return made
+
+
+def _named(name: str) -> type:
+    if name not in POLICIES:
+        raise LabError(f"unknown eviction policy {name!r}; wanted {', '.join(POLICIES)} or your own object.")
+    return POLICIES[name]
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def _is_maker(policy: object) -> bool:
@@ -124,3 +99,23 @@ def _checked(policy: object) -> Policy:
     if type(policy) not in POLICIES.values():
         check_object(policy, Policy, "eviction policy", POLICIES, optional=PolicyExtras)
     return policy  # type: ignore[return-value]
+
+
+__all__ = [
+    "LFU",
+    "LFUDA",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "Key",
+    "LFUDecay",
+    "Policy",
+    "PolicyExtras",
+    "PolicyFactory",
+    "Predicted",
+    "RandomOldest",
+    "Static",
+    "make_policy",
+    "policy_factory",
+    "policy_name",
+]

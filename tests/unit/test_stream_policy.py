@@ -76,8 +76,7 @@ class TestLRU:
                 continue
             missing = [e for e in group if e not in order]
             kept = [e for e in order if e not in group]
-            kept = kept[max(0, len(kept) + len(group) - slots) :]
-            order = kept + [e for e in group if e not in missing] + missing
+            order = kept[max(0, len(kept) + len(group) - slots) :] + group
             assert request(table, *group) == missing
             assert resident(table) == set(order)
 
