@@ -7,7 +7,7 @@ where there is one, what came, what was wanted, and a `reason` of one fixed word
 not found, unreadable, unsupported, truncated, changed, magic, version, count, text, value, value type, nesting,
 alignment, duplicate, dimensions, shape, row length, tensor type, offset, overlap, header length, header text, dtype,
 size, hole in the data, path, config, scale shape, scale names, missing part, part mismatch, missing tensor,
-missing key, model shape.
+missing key, model shape; of packed experts: checksum, manifest.
 
 `open_tensor_file` takes any of them: a GGUF, split or not; a safetensors file, an index of several, or a folder. Both
 readers are a `TensorFile`, so what is built on them does not ask which it was.

@@ -37,8 +37,10 @@ class FileIdentity:
 class RawFile:
     """A read-only descriptor on a regular file, closed with `close()` or with the object.
 
-    `read_call` stands in for `os.preadv` in fault tests.
+    `read_call` stands in for `os.preadv` in fault tests. `io_mode`: how it reads, here through the page cache.
     """
+
+    io_mode = "buffered"
 
     def __init__(self, path: str | os.PathLike[str], read_call: ReadCall = os.preadv) -> None:
         self.path = Path(path)
@@ -69,18 +71,12 @@ class RawFile:
         while done < wanted:
             try:
                 got = self._read_call(self.fd, [view[done : done + MAX_READ_BYTES]], offset + done)
+            except InterruptedError:
+                continue
             except OSError as error:
                 raise self._unreadable(error, offset + done, tensor) from error
             if got <= 0:
-                self.check_unchanged(tensor=tensor)
-                raise CheckpointError(
-                    self.path,
-                    "truncated",
-                    f"cut short at byte {offset + done}: {wanted} bytes wanted from byte {offset}, {done} came.",
-                    tensor=tensor,
-                    seen=done,
-                    wanted=wanted,
-                )
+                raise self._cut_short(offset, wanted, done, tensor)
             done += got
         self.check_unchanged(tensor=tensor)  # bytes of a file overwritten meanwhile belong to no model
 
@@ -104,6 +100,15 @@ class RawFile:
                 seen=now,
                 wanted=self.identity,
             )
+
+    def _cut_short(self, offset: int, wanted: int, done: int, tensor: str | None) -> CheckpointError:
+        """The file ended early: what to raise. Raises "changed" itself where that is why."""
+        self.check_unchanged(tensor=tensor)
+        return CheckpointError(
+            self.path, "truncated",
+            f"cut short at byte {offset + done}: {wanted} bytes wanted from byte {offset}, {done} came.",
+            tensor=tensor, seen=done, wanted=wanted,
+        )  # fmt: skip
 
     def _unreadable(self, error: OSError, offset: int, tensor: str | None) -> CheckpointError:
         return CheckpointError(

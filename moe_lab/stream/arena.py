@@ -5,7 +5,6 @@ fills a buffer, a waiting caller queues one copy an expert on its current stream
 events: a slot is not overwritten before the work that read it, a buffer not before the copy out of it.
 """
 
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 
 from moe_lab._types import Tensor, UInt8
 from moe_lab.errors import LabError
-
-ALIGN_BYTES = 4096  # the base of host memory: a page, so that direct reads can be pointed at it
+from moe_lab.stream.memory import LockedBlock, available_host_bytes, host_block, whole_pages
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +23,7 @@ class Stage:
     view: memoryview
     tensor: Tensor | None = None
     copied: Any = None  # event of the last copy out of this buffer, None before the first
+    borrowed: bool = False  # the source's own memory, which no ring takes back
 
     def wait_writable(self) -> None:
         """Block the reader thread until the last copy out of this buffer has ended."""
@@ -39,7 +38,7 @@ class HostArena:
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         wanted = slots * slot_bytes
-        _preflight(wanted, _available_host_bytes(), "host memory", slots, slot_bytes)
+        _preflight(wanted, available_host_bytes(), "host memory", slots, slot_bytes)
         self.tensor = _allocate(wanted, torch.device("cpu"), slots, slot_bytes).view(slots, slot_bytes)
         self._bytes = self.tensor.view(-1).numpy().data
         self._slot_bytes = slot_bytes
@@ -49,7 +48,7 @@ class HostArena:
         start = slot * self._slot_bytes
         return Stage(self._bytes[start : start + self._slot_bytes])
 
-    def publish(self, slot: int, stage: Stage, nbytes: int) -> None:
+    def publish(self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False) -> None:
         """The bytes are in place already."""
 
     def recycle(self, stage: Stage) -> None:
@@ -93,7 +92,11 @@ class DeviceArena:
         _preflight(wanted, cuda.mem_get_info(device)[0], f"memory on {device}", slots, slot_bytes)
         self.tensor = _allocate(wanted, device, slots, slot_bytes).view(slots, slot_bytes)
         self._order = [_SlotOrder() for _ in range(slots)]
-        self._stages = [Stage(row.numpy().data, row) for row in _ring(slot_bytes, buffers)]
+        stride = whole_pages(slot_bytes)  # direct reads can be pointed at a page
+        self._block = LockedBlock(buffers * stride, cuda)
+        rows = self._block.tensor.view(buffers, stride)[:, :slot_bytes]
+        self._stages = [Stage(row.numpy().data, row) for row in rows]
+        self._ahead: Any = None  # the stream of background copies, made with the first
         self._free: dict[int, Stage] = {}  # by id, oldest first: giving a buffer back twice is giving it back once
         self.reclaim(())
 
@@ -101,9 +104,24 @@ class DeviceArena:
         """The free buffer given back first; None while all are being filled or wait to be copied."""
         return self._free.pop(next(iter(self._free))) if self._free else None
 
-    def publish(self, slot: int, stage: Stage, nbytes: int) -> None:
-        """Queue the copy of a filled buffer into `slot` on the current stream, behind all work that reads the slot."""
-        stream = self._cuda.current_stream(self._device)
+    @property
+    def locked_bytes(self) -> int:
+        """Page-locked bytes of the ring."""
+        return self._block.locked_bytes
+
+    def publish(self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False) -> None:
+        """Queue the copy of a filled buffer into `slot` on the current stream, or `ahead` of need on one of its own,
+        behind all work that reads the slot.
+        """
+        if not ahead:
+            self._publish(slot, stage, nbytes, self._cuda.current_stream(self._device))
+            return
+        if self._ahead is None:
+            self._ahead = self._cuda.Stream(self._device)
+        with self._cuda.stream(self._ahead):
+            self._publish(slot, stage, nbytes, self._ahead)
+
+    def _publish(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
         order = self._order[slot]
         for other, event in order.readers.items():
             if other != stream.cuda_stream:
@@ -120,7 +138,8 @@ class DeviceArena:
 
     def recycle(self, stage: Stage) -> None:
         """Give the buffer back; its next reader waits for the last copy out of it."""
-        self._free[id(stage)] = stage
+        if not stage.borrowed:
+            self._free[id(stage)] = stage
 
     def reclaim(self, in_use: Collection[Stage]) -> None:
         """Give back every buffer that is not `in_use`: an interrupted caller may have lost one."""
@@ -135,6 +154,7 @@ class DeviceArena:
         self.tensor = self.tensor.new_empty(0, self.tensor.shape[1])
         self._stages.clear()
         self._free.clear()
+        self._block.close()
 
     def enter(self, slots: list[int]) -> None:
         """Make the current stream wait for bytes that another stream copies."""
@@ -163,31 +183,13 @@ class DeviceArena:
         return event
 
 
-def _ring(slot_bytes: int, buffers: int) -> UInt8[Tensor, "n slot_bytes"]:
-    """Page-locked host buffers [n, slot_bytes], n >= `buffers`; ordinary memory, with one warning, if locking fails.
-
-    PyTorch rounds a page-locked block up to a power of two, so the ring takes as many buffers as the rounded block
-    holds: nothing that is locked lies idle except a last part smaller than one buffer.
-    """
-    nbytes = 1 << (buffers * slot_bytes - 1).bit_length()
-    try:
-        block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        told = f"page-locking {nbytes:,} bytes failed ({reason}); copies to the GPU will be slower."
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
-        block = torch.empty(buffers * slot_bytes, dtype=torch.uint8)
-    count = block.numel() // slot_bytes
-    return block[: count * slot_bytes].view(count, slot_bytes)
-
-
 def _allocate(wanted: int, device: torch.device, slots: int, slot_bytes: int) -> UInt8[Tensor, " wanted"]:
     try:
-        block = torch.empty(wanted + ALIGN_BYTES, dtype=torch.uint8, device=device)
-    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory errors are RuntimeErrors
+        if device.type == "cpu":
+            return host_block(wanted)
+        return torch.empty(wanted, dtype=torch.uint8, device=device)
+    except (MemoryError, OSError, RuntimeError) as error:  # torch's own out-of-memory errors are RuntimeErrors
         raise LabError(_too_big(wanted, f"{device} refused it", slots, slot_bytes)) from error
-    start = -block.data_ptr() % ALIGN_BYTES
-    return block[start : start + wanted]
 
 
 def _preflight(wanted: int, available: int | None, where: str, slots: int, slot_bytes: int) -> None:
@@ -201,13 +203,3 @@ def _too_big(wanted: int, why: str, slots: int, slot_bytes: int) -> str:
         f"an expert cache of slots={slots} x {slot_bytes:,} bytes wants {wanted:,} bytes, but {why}. "
         "Lower slots or gib."
     )
-
-
-def _available_host_bytes() -> int | None:
-    """Linux's estimate of memory that can be had without swapping; None where it is not told."""
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = (line.split() for line in lines if line.startswith("MemAvailable:"))
-            return next((int(f[1]) * 1024 for f in fields), None)
-    except OSError:
-        return None

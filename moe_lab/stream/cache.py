@@ -22,24 +22,31 @@ import torch
 
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
+from moe_lab.stream.access import IoMode, check_io
 from moe_lab.stream.arena import DeviceArena, HostArena
+from moe_lab.stream.calibration import reading_for
 from moe_lab.stream.fills import Entry, Partition
 from moe_lab.stream.lease import Lease
 from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
-from moe_lab.stream.reader import MAX_THREADS, ReaderPool
-from moe_lab.stream.sizing import check_size, slots_in
-from moe_lab.stream.slots import SlotTable, distinct, split_slots, split_waves
+from moe_lab.stream.reader import ReaderPool
+from moe_lab.stream.setup import MemoryPlan, make_arena, make_partitions, open_readers, plan_memory
+from moe_lab.stream.sizing import check_size, check_threads, slots_in
+from moe_lab.stream.slots import distinct, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.verify import Verifier, Verify, check_verify
 
 WAIT_S = 30.0
+STALL_MS = 1000.0  # a wait for bytes that is longer is counted as a stall; it is never an error
 
 
 class ExpertCache:
     """`slots` experts, or as many as `gib` GiB hold, kept ready under `policy` (a name or your own object).
 
-    `per_layer`: the slots are split evenly over the layers, each with a policy of its own. `threads` read in the
-    background. Memory is taken at the first `bind`. Counters: hits and misses (experts read), each counted once a
-    request; bytes_read. Safe to use from several threads. Raises LabError for options that cannot work.
+    `per_layer`: the slots are split evenly over the layers, each with a policy of its own. `threads` read the file
+    (None: as many as `moe-lab calibrate` found best for its disk, else 4). `io`: how, see `stream.access`; `verify`:
+    "sampled" or "strict" checksums, which packed files have. Memory is taken at the first `bind`. Counters: hits and
+    misses (experts read), each counted once a request; bytes_read. Safe to use from several threads. Raises LabError
+    for options that cannot work.
     """
 
     def __init__(
@@ -48,11 +55,17 @@ class ExpertCache:
         gib: float | None = None,
         policy: str | Policy | object = "lru",
         per_layer: bool = False,
-        threads: int = 4,
+        threads: int | None = None,
+        *,
+        io: IoMode = "auto",
+        verify: Verify = "off",
     ) -> None:
         check_size(slots, gib)
-        if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-            raise LabError(f"threads={threads!r} reader threads: wanted 1..{MAX_THREADS}.")
+        check_threads(threads)
+        check_io(io)
+        check_verify(verify)
+        self._io: IoMode = io
+        self._verify: Verify = verify
         self._slots, self._gib, self._per_layer, self._threads = slots, gib, per_layer, threads
         self._policy = policy
         make_policy(policy)  # refuse an unknown name now, not at the first layer
@@ -65,8 +78,12 @@ class ExpertCache:
         self._arena: HostArena | DeviceArena | None = None
         self._by_layer: dict[int, Partition] = {}
         self._partitions: list[Partition] = []
+        self._pool: ReaderPool | None = None
+        self._verifier: Verifier | None = None
+        self._io_mode: str | None = None
+        self._plan_of_memory: MemoryPlan | None = None
         self._stop = lambda: None
-        self._hits = 0
+        self._hits = self._stalls = 0
         self._dropped: deque[Lease] = deque()
 
     def __enter__(self) -> "ExpertCache":
@@ -77,7 +94,8 @@ class ExpertCache:
 
     def __repr__(self) -> str:
         size = f"slots={self.slots}" if self.slots is not None else f"gib={self._gib}"
-        return f"ExpertCache({size}, policy={self.policy!r}, hits={self.hits}, misses={self.misses})"
+        how = "" if self._io_mode is None else f", io={self._io_mode}"
+        return f"ExpertCache({size}, policy={self.policy!r}, hits={self.hits}, misses={self.misses}{how})"
 
     @property
     def policy(self) -> str:
@@ -103,6 +121,31 @@ class ExpertCache:
     def bytes_read(self) -> int:
         """File bytes of the experts read."""
         return sum(part.bytes_read for part in self._partitions)
+
+    @property
+    def read_ahead(self) -> int:
+        """Experts read in the background, which `misses` does not count."""
+        return sum(part.read_ahead for part in self._partitions)
+
+    @property
+    def stalls(self) -> int:
+        """Requests that waited longer than STALL_MS."""
+        return self._stalls
+
+    @property
+    def io_mode(self) -> str | None:
+        """How the files are read (see `stream.access`); None before the first `bind`."""
+        return self._io_mode
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """What the cache takes, exactly; None before the first `bind`."""
+        return self._plan_of_memory
+
+    @property
+    def verifier(self) -> Verifier | None:
+        """Checksums: how many were checked and what it cost; None before the first `bind`."""
+        return self._verifier
 
     def bind(self, source: ExpertSource, device: str | torch.device) -> None:
         """Take the memory on `device` and start the readers; again with the same source and device does nothing.
@@ -155,6 +198,34 @@ class ExpertCache:
                 raise
         return lease
 
+    def prefetch(self, source: ExpertSource, layer: int, experts: Iterable[int]) -> list[int]:
+        """Begin to read absent `experts`, likeliest first, behind everything that somebody waits for. Never waits.
+
+        Returns those begun: what finds no slot, or exceeds the background's limit, is not. A later `lease` finds them,
+        there or on their way, as hits. A read that fails is told to nobody: the next request tries it again.
+        """
+        with self._lock:
+            self._require_bound()
+            self._require_same(source, None)
+            wanted = list(dict.fromkeys(int(e) for e in experts))
+            source.check_experts(layer, wanted)
+            assert self._pool is not None
+            part = self._by_layer[layer]
+            try:
+                begun = part.prefetch([(layer, expert) for expert in wanted], self._pool.background)
+            except BaseException:
+                self._recover(None)
+                raise
+            return [expert for _, expert in begun]
+
+    def cancel_prefetches(self) -> int:
+        """Give up background reads that have not begun and that nobody waits for; returns how many experts."""
+        with self._lock:
+            self._require_bound()
+            given_up = sum(part.cancel() for part in self._partitions)
+            self._changed.notify_all()
+            return given_up
+
     def close(self) -> None:
         """End the reader threads and give the memory back (open leases keep theirs). A second call does nothing."""
         with self._lock:
@@ -169,21 +240,24 @@ class ExpertCache:
         slots = self._slots if self._gib is None else slots_in(self._gib, source)
         assert slots is not None
         shares = split_slots(slots, source.layers, self._per_layer)
-        arena = (
-            HostArena(slots, source.slot_bytes)
-            if device.type == "cpu"
-            else DeviceArena(slots, source.slot_bytes, device, buffers=self._threads + 2)
-        )
-        pool = ReaderPool(source.open(), self._threads)
+        reading = reading_for(source.path)
+        threads = reading.threads if self._threads is None else self._threads
+        verifier = Verifier(source, self._verify)
+        arena = make_arena(source, slots, threads, device)
+        try:
+            readers = open_readers(source, threads, self._io)
+        except BaseException:
+            arena.drop()
+            raise
+        pool = ReaderPool(readers)
         self._stop = weakref.finalize(self, pool.close)
-        report = _weakly(self)
         make = policy_factory(self._policy) if self._per_layer else (lambda: make_policy(self._policy))
-        by_share: dict[range, Partition] = {}
-        for share in shares.values():
-            if share not in by_share:
-                by_share[share] = Partition(SlotTable(share, make()), source, arena, pool.submit, report)
+        about = (source, arena, pool, _weakly(self), make, reading.request_bytes, verifier)
+        by_share = make_partitions(list(shares.values()), *about)
         self._partitions = list(by_share.values())
         self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
+        self._pool, self._verifier, self._io_mode = pool, verifier, readers[0].io_mode
+        self._plan_of_memory = plan_memory(source, slots, threads, device, readers[0].io_mode)
         self._source, self._device, self._arena, self._slots = source, device, arena, slots
 
     def _plan(self, lease: Lease, timeout_s: float) -> None:
@@ -203,6 +277,7 @@ class ExpertCache:
             self._wait(lease, deadline - time.monotonic())
         lease.entries, lease.misses = planned
         lease.hits = len(keys) - lease.misses
+        lease.late_hits = lease.hold.missing - lease.misses
 
     def _complete(self, lease: Lease) -> None:
         """Start the reads and wait until every expert is in place."""
@@ -210,12 +285,15 @@ class ExpertCache:
         assert self._arena is not None
         part = self._by_layer[lease.layer]
         pending = lease.entries
-        while pending := [entry for entry in pending if not part.advance(entry)]:
+        assert self._pool is not None
+        spread = lease.hold.missing < 2 * len(self._pool.threads)  # of more, every thread has whole ones to read
+        while pending := [entry for entry in pending if not part.advance(entry, spread=spread)]:
             self._wait(lease, None)
         self._arena.enter([entry.slot for entry in lease.entries])
         lease.bytes_read = lease.misses * self._source.expert_nbytes(lease.layer)
         lease.open(self._arena.tensor, self._source.parts(lease.layer))
         self._hits += lease.hits
+        self._stalls += lease.wait_ms > STALL_MS
 
     def _wait(self, lease: Lease, timeout_s: float | None) -> None:
         begin = time.perf_counter_ns()
@@ -256,11 +334,12 @@ class ExpertCache:
             self._end(self._dropped[0])  # taken off afterwards: an interrupt in between must not lose it
             self._dropped.popleft()
 
-    def _recover(self, lease: Lease) -> None:
+    def _recover(self, lease: Lease | None) -> None:
         """After an error or interrupt, wherever it struck: the lease holds nothing, no slot or buffer is lost."""
-        lease.shut()
+        if lease is not None:
+            lease.shut()
         for part in self._partitions:
-            part.recover(lease.hold, resubmit=not self._closed)
+            part.recover(lease.hold if lease is not None else None, resubmit=not self._closed)
         if self._arena is not None:
             entries = [entry for part in self._partitions for entry in part.entries.values()]
             self._arena.reclaim([entry.stage for entry in entries if entry.stage is not None])

@@ -9,7 +9,10 @@ from moe_lab.checkpoint.rawfile import RawFile
 
 @runtime_checkable
 class Readable(Protocol):
-    """What experts are read from: a RawFile, or several joined."""
+    """What experts are read from: a RawFile, several joined, or memory. `io_mode` says how."""
+
+    @property
+    def io_mode(self) -> str: ...
 
     def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
         """Fill `view` from `offset`, or raise CheckpointError."""
@@ -26,6 +29,11 @@ class JoinedFiles:
     def __init__(self, files: Sequence[RawFile]) -> None:
         self._files = tuple(files)
         self._starts = starts_of([file.size for file in files])
+
+    @property
+    def io_mode(self) -> str:
+        """The files' common way of reading, or each that occurs."""
+        return "+".join(dict.fromkeys(file.io_mode for file in self._files))
 
     def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
         """RawFile.read_into of the file that holds `offset`; a read never crosses into the next one."""

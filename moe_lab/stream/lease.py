@@ -16,7 +16,8 @@ class Lease:
     """Experts of one layer held in their slots until the `with` block ends; made by `ExpertCache.lease`.
 
     slots: int32 [n] on the host, the slot of each expert in the order asked for (asked for twice, still one slot).
-    hits + misses = distinct experts; bytes_read: file bytes of the misses; wait_ms: time the caller was blocked.
+    hits + misses = distinct experts; late_hits: hits that were still on their way; bytes_read: file bytes of the
+    misses; wait_ms: time the caller was blocked.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Lease:
         self.hold = Hold(threading.get_ident())
         self.layer, self.experts = layer, tuple(experts)
         self.slots: Int32[Tensor, " n"] = torch.empty(0, dtype=torch.int32)
-        self.hits = self.misses = self.bytes_read = 0
+        self.hits = self.misses = self.late_hits = self.bytes_read = 0
         self.wait_ms = 0.0
 
     def open(self, arena: UInt8[Tensor, "S slot_bytes"], parts: tuple[Part, ...]) -> None:

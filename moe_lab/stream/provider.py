@@ -5,7 +5,7 @@ Both hand out, for a run of experts, an `ExpertStack` to compute with; only the 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from moe_lab.arms import ExpertBiases, ExpertStack
 from moe_lab.formats import QuantTensor
 from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.lease import Lease
 from moe_lab.stream.source import ExpertSource, Part
 
@@ -31,6 +32,10 @@ class ResidentExperts:
     """All E experts in memory; slot = expert id. Fetching is free and counts nothing."""
 
     stack: ExpertStack
+    table: DeviceTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", DeviceTable.identity(len(self.stack.up), self.stack.up.device))
 
     @classmethod
     def of(
@@ -53,6 +58,16 @@ class ResidentExperts:
     def slots(self) -> int:
         """Experts that fit at once: all of them."""
         return len(self.stack.up)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expert is at hand for ever."""
+        return True
+
+    @property
+    def by_slot(self) -> ExpertStack:
+        """The stack with slots under their own numbers, which are the experts'."""
+        return self.stack
 
     @contextmanager
     def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
@@ -79,6 +94,11 @@ class StreamedExperts:
     def slots(self) -> int:
         """Experts that fit at once."""
         return self.cache.slots_for(self.layer)
+
+    @property
+    def io_mode(self) -> str | None:
+        """How the cache reads the file."""
+        return self.cache.io_mode
 
     @contextmanager
     def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:

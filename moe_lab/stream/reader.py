@@ -1,96 +1,83 @@
 """Background threads that read file pieces into memory the caller owns.
 
-One descriptor a pool (positional reads need no more), plain buffered `preadv`, one queue. A job is a few pieces that
-are reported together. The pool knows nothing about slots, policies or devices.
+One descriptor a thread. Two lanes: what somebody waits for (urgent) goes before what somebody may want (background),
+and at most `background` threads read for the second at once, so that an urgent job finds a thread within one job's
+time. A background job that turns out to be wanted is promoted, never read twice; one that is not is withdrawn. The pool
+knows nothing about slots, policies or devices.
 """
 
-import errno
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 
-from moe_lab.errors import CheckpointError, LabError
+from moe_lab.errors import LabError
+from moe_lab.stream.interval import short_switches
+from moe_lab.stream.jobs import Job, read_piece
 from moe_lab.stream.joined import Readable
 
 MAX_THREADS = 64
-# A hand-over to a thread costs 13-20 us (two cores, Python 3.11); for less than this it would rival the read.
-JOB_BYTES = 1 << 20
 _CLOSE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Fill `into` from byte `offset`; `tensor` names it in errors."""
+class ReaderPool:
+    """A daemon thread for each of `files`, which the pool owns and closes: a thread's own, or one shared by several.
 
-    offset: int
-    into: memoryview
-    tensor: str
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """Pieces read by one thread. `done(error | None)` is called once, from that thread, whatever happens.
-
-    `writable` waits until the memory behind the pieces may be overwritten. `claimed`: a thread has taken the job.
+    `background`: threads that may read for the background lane at once; None: half of them, at least one.
     """
 
-    pieces: Sequence[Piece]
-    done: Callable[[Exception | None], None]
-    writable: Callable[[], None]
-    claimed: bool = False
-
-
-def split_jobs(pieces: Sequence[Piece], at_least: int = JOB_BYTES) -> list[list[Piece]]:
-    """Neighbouring pieces together until they hold `at_least` bytes: one hand-over for many small reads."""
-    groups: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        if room <= 0:
-            groups.append([])
-            room = at_least
-        groups[-1].append(piece)
-        room -= piece.into.nbytes
-    return groups
-
-
-def read_piece(file: Readable, piece: Piece) -> None:
-    """Read one piece whole. A device error (EIO) is tried once more, then raised; so is an early end of the file."""
-    try:
-        file.read_into(piece.offset, piece.into, tensor=piece.tensor)
-    except CheckpointError as error:
-        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO):
-            raise
-        file.read_into(piece.offset, piece.into, tensor=piece.tensor)
-
-
-class ReaderPool:
-    """`threads` daemon threads over a file, or several joined, which the pool owns and closes with its last thread."""
-
-    def __init__(self, file: Readable, threads: int) -> None:
-        self._file = file
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+    def __init__(self, files: Sequence[Readable], background: int | None = None) -> None:
+        self._wake: SimpleQueue[bool] = SimpleQueue()
         self._lock = threading.Lock()
+        self._urgent: deque[Job] = deque()
+        self._background: deque[Job] = deque()
+        self._ahead: set[Job] = set()  # background jobs being read
+        self.background = max(1, len(files) // 2) if background is None else background
         self._closing = False
-        self._alive = threads
+        self._users = {id(file): sum(other is file for other in files) for file in files}
         self._threads = [
-            threading.Thread(target=self._work, name=f"moe-lab-reader-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._work, args=(file,), name=f"moe-lab-reader-{i}", daemon=True)
+            for i, file in enumerate(files)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs; one that was queued before is still done only once. LabError after `close`.
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The reading threads, whose processor time is the pool's."""
+        return tuple(self._threads)
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs in their lanes; one that was queued before is still done only once. LabError after `close`.
 
         A caller whose submission was torn by an interrupt cannot know how far it came: it simply submits again.
         """
-        with self._lock:  # so that no job can be queued behind the sentinels, where nobody would report it
+        with self._lock:  # so that no job can be queued behind the last wake-ups, where nobody would report it
             if self._closing:
                 raise LabError("the reader pool is closed.")
             for job in jobs:
-                self._jobs.put(job)
+                (self._background if job.background else self._urgent).append(job)
+                self._wake.put(True)
+
+    def promote(self, jobs: Iterable[Job]) -> None:
+        """Somebody waits for these now: those that are still queued change lanes."""
+        with self._lock:
+            for job in jobs:
+                if job.background and not job.claimed:
+                    job.background = False
+                    self._urgent.append(job)  # its old place is passed over, as it will be claimed by then
+                    self._wake.put(True)
+
+    def withdraw(self, jobs: Sequence[Job]) -> bool:
+        """Take jobs back, which are then never done nor reported; False, and nothing changed, if one was begun."""
+        with self._lock:
+            if any(job.claimed for job in jobs):
+                return False
+            for job in jobs:
+                job.claimed = True
+            return True
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the threads: queued jobs are reported as failed, reads under way end. A second call does nothing.
@@ -102,38 +89,57 @@ class ReaderPool:
                 return
             self._closing = True
             for _ in self._threads:
-                self._jobs.put(None)
+                self._wake.put(False)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._claim(job):
-                try:
-                    job.done(self._run(job))
-                except Exception:
-                    # A broken callback must not cost a thread: the next jobs would wait for ever.
-                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+    def _work(self, file: Readable) -> None:
+        while self._wake.get():
+            if (job := self._take()) is not None:  # None: another thread, or the lane's limit, was faster
+                with short_switches():
+                    while job is not None:
+                        self._do(file, job)
+                        job = self._take(job)
         with self._lock:
-            self._alive -= 1
-            last = self._alive == 0
+            self._users[id(file)] -= 1
+            last = self._users[id(file)] == 0
         if last:
-            self._file.close()
+            file.close()
 
-    def _claim(self, job: Job) -> bool:
+    def _do(self, file: Readable, job: Job) -> None:
+        try:
+            job.done(self._run(file, job))
+        except Exception:
+            # A broken callback must not cost a thread: the next jobs would wait for ever.
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+    def _take(self, ended: Job | None = None) -> Job | None:
+        """The next job to do, urgent ones first; None where there is none that may be done now."""
         with self._lock:
-            first, job.claimed = not job.claimed, True
-        return first
+            if ended is not None:
+                self._ahead.discard(ended)
+            while self._urgent:
+                job = self._urgent.popleft()
+                if not job.claimed:
+                    job.claimed = True
+                    return job
+            while self._background and (len(self._ahead) < self.background or self._closing):
+                job = self._background.popleft()
+                if not job.claimed:
+                    job.claimed = True
+                    self._ahead.add(job)
+                    return job
+        return None
 
-    def _run(self, job: Job) -> Exception | None:
+    def _run(self, file: Readable, job: Job) -> Exception | None:
         if self._closing:
             return LabError("the expert cache was closed before this read began.")
         try:
             job.writable()
             for piece in job.pieces:
-                read_piece(self._file, piece)
+                read_piece(file, piece)
         except Exception as error:
             return error
         return None

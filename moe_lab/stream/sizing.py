@@ -1,6 +1,7 @@
 """How large a cache is and where: checks of its options before any memory is taken."""
 
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.stream.reader import MAX_THREADS
 from moe_lab.stream.source import ExpertSource
 
 MOST_GIB = 2.0**30
@@ -16,6 +17,13 @@ def check_size(slots: int | None, gib: float | None) -> None:
         raise LabError(f"slots={slots}: an expert cache wants at least 1.")
     if gib is not None and not 0 < gib < MOST_GIB:
         raise LabError(f"gib={gib!r}: wanted a size above 0 and below {MOST_GIB:.0f}.")
+
+
+def check_threads(threads: int | None) -> None:
+    """LabError for a number of reader threads that cannot be; None leaves it to the disk's calibration."""
+    whole = isinstance(threads, int) and not isinstance(threads, bool)
+    if threads is not None and not (whole and 1 <= threads <= MAX_THREADS):
+        raise LabError(f"threads={threads!r} reader threads: wanted 1..{MAX_THREADS}.")
 
 
 def slots_in(gib: float, source: ExpertSource) -> int:

@@ -54,19 +54,34 @@ class SlotTable:
     def take(self, keys: Sequence[Key]) -> list[Key] | None:
         """Pin distinct `keys`, admitting the absent ones. Returns the admitted; None (and no change) without room.
 
-        Raises LabError when the policy names a victim that is no candidate.
+        The policy hears of the request as a whole, then of each key in the order given: which keys were hits must not
+        decide how recent they are, or a bigger LRU could miss what a smaller one holds. Raises LabError when the policy
+        names a victim that is no candidate.
         """
-        found = [key for key in keys if key in self.resident]
         missing = [key for key in keys if key not in self.resident]
-        if len(missing) > len(self.free) + len(self.idle) - sum(key in self.idle for key in found):
+        if len(missing) > len(self.free) + len(self.idle) - sum(key in self.idle for key in keys):
             return None
-        for key in found:
+        for key in keys:
             self.idle.pop(key, None)
-            self.policy.on_hit(key)
-        for key in missing:
-            self.resident[key] = self.free.pop() if self.free else self._evict()
-            self.policy.on_insert(key)
+        if (begin := getattr(self.policy, "on_request", None)) is not None:
+            begin(keys)
+        for key in keys:
+            if key in self.resident:
+                self.policy.on_hit(key)
+            else:
+                self.resident[key] = self.free.pop() if self.free else self._evict()
+                self.policy.on_insert(key)
         return missing
+
+    def admit(self, key: Key) -> bool:
+        """Pin absent `key` in a slot ahead of any request; False (and no change) without room. To the policy it is an
+        insertion but no request: what was only guessed must not tick its clocks.
+        """
+        if not self.free and not self.idle:
+            return False
+        self.resident[key] = self.free.pop() if self.free else self._evict()
+        self.policy.on_insert(key)
+        return True
 
     def put_back(self, key: Key) -> None:
         """Nobody uses resident `key` any more: it may be evicted."""

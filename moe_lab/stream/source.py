@@ -4,18 +4,21 @@ Every slot of a cache is as wide as the widest layer's expert. Several files are
 other, in the order in which experts first name them. Knows nothing about threads, devices or policies.
 """
 
+import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from moe_lab._types import Tensor
 from moe_lab.checkpoint.expert_slice import ExpertSlice
 from moe_lab.checkpoint.names import EXPERT
 from moe_lab.checkpoint.rawfile import FileIdentity, RawFile, ReadCall
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.formats import WeightFormat
+from moe_lab.stream.access import IoMode, open_files
 from moe_lab.stream.geometry import LayerGeometry, Part, Segment, aligned, lay_out
-from moe_lab.stream.joined import JoinedFiles, Readable, starts_of
+from moe_lab.stream.joined import Readable, starts_of
 
 # (tensor name, format, offset of expert 0 in the file, bytes per expert, (E, N, Kd)): experts one after another
 PlainSlice = tuple[str, str | WeightFormat, int, int, Sequence[int]]
@@ -113,6 +116,10 @@ class ExpertSource:
         """gate, up, down of one layer with their place in a slot."""
         return self._layer(layer).parts
 
+    def geometry(self, layer: int) -> LayerGeometry:
+        """How the layer's experts lie in the files and in a slot."""
+        return self._layer(layer)
+
     def expert_nbytes(self, layer: int) -> int:
         """Bytes read from the file for one expert of `layer`."""
         return sum(run.part.nbytes for run in self._layer(layer).runs)
@@ -126,22 +133,31 @@ class ExpertSource:
         self.check_experts(layer, (expert,))
         return [run.segment(expert) for run in self._layer(layer).runs]
 
-    def open(self) -> Readable:
-        """Descriptors of its own on the files. CheckpointError "changed" when one is not the file of the header."""
-        files: list[RawFile] = []
-        try:
-            for path, identity in self._identities.items():
-                files.append(RawFile(path) if self._read_call is None else RawFile(path, self._read_call))
-                if files[-1].identity != identity:
-                    raise CheckpointError(
-                        path, "changed", "the file changed since its header was read. Open the model again.",
-                        seen=files[-1].identity, wanted=identity,
-                    )  # fmt: skip
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
-        return files[0] if len(files) == 1 else JoinedFiles(files)
+    def open(self, io: IoMode = "auto") -> Readable:
+        """Descriptors of its own on the files, read as `io` says (see `access`). CheckpointError "changed" when one is
+        not the file of the header.
+        """
+        usual = max(segment.nbytes for layer in self._layers for segment in self.segments(layer, 0))
+        return open_files(self._identities, io, self._read_call, usual_bytes=usual)
+
+    @property
+    def files(self) -> int:
+        """Descriptors that one `open` takes."""
+        return len(self._identities)
+
+    def checksum(self, layer: int, expert: int) -> int | None:
+        """CRC-32 of the expert's bytes as they lie in a slot, gaps included; None where the files have none."""
+        return None
+
+    def host_row(self, layer: int, expert: int) -> Tensor | None:
+        """The expert in host memory as it lies in a slot, uint8 [span], from which a GPU may copy it; None: read it."""
+        return None
+
+    def reading_through(self, call: ReadCall) -> "ExpertSource":
+        """The same experts, read with `call` in the place of `os.preadv`: disks with faults, counted reads."""
+        other = copy.copy(self)
+        other._read_call = call
+        return other
 
     def _layer(self, layer: int) -> LayerGeometry:
         if layer not in self._layers:

@@ -135,15 +135,25 @@ def test_threads_with_streams_of_their_own_see_their_experts(big: ExpertSource):
     assert not wrong
 
 
+class Refused:
+    """The CUDA runtime, except that locking fails as it does for real, with an error that CUDA keeps for later."""
+
+    def __init__(self) -> None:
+        self._real = torch.cuda.cudart()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert int(self._real.cudaHostRegister(address, nbytes, flags)) == 0
+        code = int(self._real.cudaHostRegister(address, nbytes, flags))  # locked already: refused
+        self._real.cudaHostUnregister(address)
+        return code
+
+
 def test_s11_failed_page_locking_falls_back_with_one_warning(source: ExpertSource, monkeypatch: pytest.MonkeyPatch):
-    empty = torch.empty
-
-    def refuse(*sizes, pin_memory: bool = False, **how):
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory (locking refused)")
-        return empty(*sizes, **how)
-
-    monkeypatch.setattr(torch, "empty", refuse)
+    runtime = Refused()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with bound(source, slots=4) as cache:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab.stream import arena, cache
+from moe_lab.stream import cache, setup
 from moe_lab.stream.arena import DeviceArena, Stage
 from moe_lab.stream.cache import ExpertCache
 from tests.support.expert_files import held, wanted, write_experts
 from tests.support.fake_cuda import FakeCuda, LateArena
 
 BYTES = 256
-pytestmark = pytest.mark.filterwarnings("ignore:page-locking")
 
 
 @pytest.fixture
@@ -145,32 +144,39 @@ def test_no_buffer_is_free_while_all_are_in_use(cuda: FakeCuda):
     assert slots.stage(0) is None
 
 
-@pytest.mark.parametrize(("slot_bytes", "buffers", "count"), [(256, 2, 2), (1000, 3, 4), (1 << 20, 5, 8)], ids=str)
-def test_the_ring_fills_the_power_of_two_that_is_locked(
-    slot_bytes: int, buffers: int, count: int, monkeypatch: pytest.MonkeyPatch
-):
-    taken, empty = [], torch.empty
+@pytest.mark.parametrize(
+    ("slot_bytes", "buffers", "locked"), [(256, 2, 8192), (4097, 3, 24576), (5 << 20, 5, 25 << 20)]
+)
+def test_s10_the_ring_locks_whole_pages_of_its_buffers_and_no_more(slot_bytes: int, buffers: int, locked: int):
+    cuda = FakeCuda()
+    ring = LateArena(1, slot_bytes, buffers, cuda)
+    assert ring.locked_bytes == sum(cuda.runtime.locked.values()) == locked
+    stages = [ring.stage(0) for _ in range(buffers)]
+    assert all(stage is not None and stage.view.nbytes == slot_bytes for stage in stages)
+    assert all(stage.tensor.data_ptr() % 4096 == 0 for stage in stages)  # direct reads may go there
+    assert ring.stage(0) is None
+    ring.drop()
+    assert cuda.runtime.locked == {}
 
-    def locked(nbytes: int, dtype: torch.dtype, pin_memory: bool):
-        taken.append(nbytes)
-        return empty(nbytes, dtype=dtype)
 
-    monkeypatch.setattr(torch, "empty", locked)
-    ring = arena._ring(slot_bytes, buffers)
-    assert taken == [1 << (taken[0].bit_length() - 1)]
-    assert ring.shape == (count, slot_bytes)
-    assert taken[0] - ring.numel() < slot_bytes
+def test_a_dropped_ring_is_unlocked_before_its_memory_goes_back(cuda: FakeCuda):
+    ring = make(cuda)
+    assert cuda.runtime.locked
+    del ring
+    assert cuda.runtime.locked == {}
 
 
 def test_failed_page_locking_warns_once_and_goes_on(cuda: FakeCuda):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        cuda.runtime.code = 2
         slots = make(cuda)
         for value in range(5):
             fill(slots, 0, value)
     cuda.synchronize()
     assert [w.category for w in caught] == [RuntimeWarning]
-    assert "page-locking" in str(caught[0].message)
+    assert "page-locking 8,192 bytes failed (CUDA error 2)" in str(caught[0].message)
+    assert slots.locked_bytes == 0
     assert slots.tensor[0, 0] == 4
 
 
@@ -187,8 +193,8 @@ class TestWholeCache:
         def make_late(slots: int, slot_bytes: int, device: torch.device, buffers: int) -> DeviceArena:
             return LateArena(slots, slot_bytes, 2, cuda)
 
-        monkeypatch.setattr(cache, "DeviceArena", make_late)
-        monkeypatch.setattr(cache, "HostArena", None)
+        monkeypatch.setattr(setup, "DeviceArena", make_late)
+        monkeypatch.setattr(setup, "HostArena", None)
         monkeypatch.setattr(cache, "resolve_device", lambda device: torch.device("cuda", 0))
         return cuda
 

@@ -9,8 +9,8 @@ from moe_lab.errors import CheckpointError, LabError
 from moe_lab.stream import fills
 from moe_lab.stream.arena import HostArena
 from moe_lab.stream.fills import Entry, Hold, Partition
+from moe_lab.stream.jobs import Job, split_jobs
 from moe_lab.stream.policy import LRU
-from moe_lab.stream.reader import Job, split_jobs
 from moe_lab.stream.slots import SlotTable
 from moe_lab.stream.source import ExpertSource
 from tests.support.expert_files import write_experts
@@ -147,6 +147,18 @@ def test_a_read_that_nobody_waits_for_any_more_still_counts_and_stays(source: Ex
     bench.end(None, None, None)
     assert list(bench.part.table.idle) == [KEY]
     assert bench.part.misses == 1
+
+
+def test_what_was_read_ahead_is_kept_when_the_holder_that_joined_leaves_before_the_copy(source: ExpertSource):
+    cuda = FakeCuda()
+    bench = Bench(source, LateArena(2, source.slot_bytes, 1, cuda))
+    assert bench.part.prefetch([KEY], most=1) == [KEY]
+    hold, entry = bench.ask()
+    bench.end(None, None, None)
+    assert entry.staged
+    bench.part.release(hold, [entry])
+    assert (bench.part.read_ahead, list(bench.part.table.idle)) == (1, [KEY])
+    assert len(bench.arena._free) == 1  # type: ignore[union-attr]
 
 
 def _interrupt(*_: object, **__: object) -> None:

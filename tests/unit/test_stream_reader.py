@@ -12,7 +12,8 @@ import pytest
 
 from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.stream.reader import Job, Piece, ReaderPool, read_piece, split_jobs
+from moe_lab.stream.jobs import Job, Piece, read_piece, split_jobs
+from moe_lab.stream.reader import ReaderPool
 
 DATA = np.random.default_rng(7).bytes(96)
 GIB = 1 << 30
@@ -118,7 +119,7 @@ class TestSplitJobs:
 
 class TestPool:
     def test_every_job_is_read_and_reported(self, path: Path):
-        pool, done = ReaderPool(RawFile(path), 3), Done()
+        pool, done = ReaderPool([RawFile(path) for _ in range(3)]), Done()
         pieces = [piece(8, offset) for offset in range(0, 96, 8)]
         pool.submit([job(done, p) for p in pieces])
         done.wait(len(pieces))
@@ -127,7 +128,7 @@ class TestPool:
         assert done.errors == [None] * len(pieces)
 
     def test_a_job_submitted_twice_is_done_once(self, path: Path):
-        pool, done = ReaderPool(RawFile(path), 2), Done()
+        pool, done = ReaderPool([RawFile(path), RawFile(path)]), Done()
         twice = job(done, piece())
         pool.submit([twice, twice])
         pool.submit([twice])
@@ -136,7 +137,7 @@ class TestPool:
         assert done.errors == [None]
 
     def test_an_error_is_reported_and_the_thread_goes_on(self, path: Path):
-        pool, done = ReaderPool(RawFile(path), 1), Done()
+        pool, done = ReaderPool([RawFile(path)]), Done()
         pool.submit([job(done, piece(97)), job(done, piece(96))])
         done.wait(2)
         pool.close()
@@ -145,7 +146,7 @@ class TestPool:
     def test_a_broken_callback_costs_no_thread(self, path: Path, monkeypatch: pytest.MonkeyPatch):
         shown = []
         monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
-        pool, done = ReaderPool(RawFile(path), 1), Done()
+        pool, done = ReaderPool([RawFile(path)]), Done()
 
         def broken(error: Exception | None) -> None:
             raise ZeroDivisionError("callback")
@@ -165,7 +166,7 @@ class TestPool:
 
         file = RawFile(path, slow)
         descriptor = file.fd
-        pool, done = ReaderPool(file, 1), Done()
+        pool, done = ReaderPool([file]), Done()
         pool.submit([job(done, piece()), job(done, piece())])
         assert begun.wait(10)
         closer = threading.Thread(target=pool.close)
@@ -188,7 +189,7 @@ class TestPool:
             return 0
 
         file = RawFile(path, stuck)
-        pool = ReaderPool(file, 2)
+        pool = ReaderPool([file, file])
         pool.submit([job(Done(), piece())])
         assert begun.wait(10)
         pool.close(timeout_s=0.05)
@@ -196,7 +197,7 @@ class TestPool:
         go.set()
 
     def test_close_twice_and_submit_after(self, path: Path):
-        pool = ReaderPool(RawFile(path), 2)
+        pool = ReaderPool([RawFile(path), RawFile(path)])
         pool.close()
         pool.close()
         with pytest.raises(LabError, match="closed"):

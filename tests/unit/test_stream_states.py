@@ -4,6 +4,7 @@ Reads happen when the machine says so and may fail; on a device arena copies hap
 bookkeeping must add up, and whatever a holder was told is ready must show the file's bytes until it lets go.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from moe_lab.errors import CheckpointError
 from moe_lab.stream import fills
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.fills import Entry, Hold, Partition
+from moe_lab.stream.jobs import Job, split_jobs
 from moe_lab.stream.policy import LRU
-from moe_lab.stream.reader import Job, split_jobs
 from moe_lab.stream.slots import SlotTable
 from tests.support.expert_files import expert_bytes, write_experts
 from tests.support.fake_cuda import FakeCuda, LateArena
@@ -38,6 +39,20 @@ class Holder:
         self.ready: set[Entry] = set()
 
 
+def promoted(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.background = False
+
+
+def withdrawn(jobs: Sequence[Job]) -> bool:
+    """The pool's rule: all of them, or none once one was begun."""
+    if any(job.claimed for job in jobs):
+        return False
+    for job in jobs:
+        job.claimed = True
+    return True
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Host arena: a finished read is at once in its slot."""
 
@@ -51,7 +66,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.claimed: set[int] = set()
         table = SlotTable(range(SLOTS), LRU())
-        self.part = Partition(table, self.source, self.arena, self.jobs.extend, self.report)
+        self.part = Partition(
+            table, self.source, self.arena, self.jobs.extend, self.report, promote=promoted, withdraw=withdrawn
+        )
         self.holders: list[Holder] = []
 
     def report(self, entry: Entry, error: Exception | None) -> None:
@@ -100,6 +117,17 @@ class CacheMachine(RuleBasedStateMachine):
             for entry in arrived:
                 holder.ready.add(entry)
                 self.use(holder, entry)
+
+    @rule(experts=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3, unique=True), most=st.integers(0, 2))
+    def prefetch(self, experts: list[int], most: int) -> None:
+        before = set(self.part.table.resident)
+        begun = self.part.prefetch([(0, expert) for expert in experts], most)
+        assert len(begun) <= most
+        assert not before & set(begun)
+
+    @rule()
+    def cancel(self) -> None:
+        self.part.cancel()
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]))

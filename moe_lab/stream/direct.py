@@ -1,0 +1,165 @@
+"""Reads past the page cache (O_DIRECT), of any byte range, into any memory.
+
+Such a read moves whole blocks to an aligned address. A range is widened to the window of blocks that holds it. Where
+the destination lies as the window does, its inner blocks land there at once and only the two edge blocks go through a
+scratch; else the whole window does, and one copy in memory follows. A packed file's rows need neither.
+
+Past the page cache a byte costs 7 to 8 times less processor time than through it (0.04 against 0.32 s a GB on two
+cores, Linux 6.18), and nothing that others keep in memory is pushed out.
+"""
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, RawFile, ReadCall
+from moe_lab.errors import CheckpointError
+from moe_lab.stream.memory import copy_bytes, host_block
+
+_MOST_BLOCK = 64 << 10  # no disk wants more; a system that says so is not believed
+SCRATCH_BYTES = (1 << 20) + 2 * _MOST_BLOCK  # a usual request and its edges; a larger range goes piece by piece
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What direct reads of a file want: multiples of `block` bytes in the file, addresses at multiples of `memory`."""
+
+    block: int
+    memory: int
+
+
+def direct_alignment(fd: int) -> Alignment | None:
+    """What the system tells of an open file; None where direct reads are not served (tmpfs) or nothing is told."""
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except (OSError, AttributeError):
+        return None
+    told = ctypes.create_string_buffer(256)
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told) != 0:
+        return None
+    fields = np.frombuffer(told.raw, np.uint32)
+    if not int(fields[0]) & _STATX_DIOALIGN:
+        return None
+    memory, block = int(fields[38]), int(fields[39])  # stx_dio_mem_align at byte 152, stx_dio_offset_align at 156
+    if not (_is_power(memory) and _is_power(block)) or block > _MOST_BLOCK:
+        return None
+    return Alignment(block, memory)
+
+
+class DirectFile(RawFile):
+    """A RawFile whose reads go past the page cache. CheckpointError "unreadable" where the file system refuses.
+
+    Several threads may read at once: each has a scratch of its own.
+    """
+
+    io_mode = "direct"
+
+    def __init__(self, path: str | os.PathLike[str], read_call: ReadCall = os.preadv) -> None:
+        super().__init__(path, read_call)
+        told = direct_alignment(self._fd)
+        if told is None:
+            self.close()
+            raise CheckpointError(Path(path), "unreadable", "its file system serves no direct reads (O_DIRECT).")
+        self.alignment = told
+        self._own = threading.local()
+        try:
+            _set_direct(self._fd)
+        except OSError as error:
+            self.close()
+            what = f"its file system refuses direct reads: {error.strerror}."
+            raise CheckpointError(Path(path), "unreadable", what) from error
+
+    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
+        """Fill `view` from `offset`; errors as RawFile's."""
+        done, wanted, block = 0, view.nbytes, self.alignment.block
+        while done < wanted:
+            at, rest = offset + done, view[done:]
+            alike = self._lies_alike(rest, at % block)
+            most = MAX_READ_BYTES if alike else SCRATCH_BYTES
+            take = min(wanted - done, most - at % block)
+            self._window(at, rest[:take], alike, (offset, wanted, tensor))
+            done += take
+        self.check_unchanged(tensor=tensor)
+
+    def _lies_alike(self, view: memoryview, head: int) -> bool:
+        """Whether the inner blocks can be read straight to where they belong."""
+        block = self.alignment.block
+        return view.nbytes >= 2 * block and (_address(view) + -head % block) % self.alignment.memory == 0
+
+    def _window(self, at: int, view: memoryview, alike: bool, asked: tuple[int, int, str | None]) -> None:
+        block, scratch = self.alignment.block, self._scratch()
+        head = at % block
+        needed = head + view.nbytes
+        if not alike:
+            self._fill(at - head, [scratch[: -(-needed // block) * block]], needed, asked)
+            copy_bytes(view, scratch[head:needed])
+            return
+        lead = -head % block  # bytes of the view that come out of the first, partial block
+        tail = (view.nbytes - lead) % block
+        body = view.nbytes - lead - tail
+        first, last = scratch[:block], scratch[block : 2 * block]
+        parts = [*([first] if lead else []), view[lead : lead + body], *([last] if tail else [])]
+        self._fill(at - head, parts, needed, asked)
+        if lead:
+            view[:lead] = first[head:]
+        if tail:
+            view[lead + body :] = last[:tail]
+
+    def _fill(self, start: int, parts: list[memoryview], needed: int, asked: tuple[int, int, str | None]) -> None:
+        """Read blocks from `start` into `parts` until `needed` bytes are there; a short read goes on at its block.
+
+        `asked`: (offset, bytes, tensor) of the whole request, for errors.
+        """
+        done, block, (offset, wanted, tensor) = 0, self.alignment.block, asked
+        while True:
+            try:
+                got = self._read_call(self.fd, _behind(parts, done), start + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._unreadable(error, start + done, tensor) from error
+            if done + got >= needed:
+                return
+            if got < block:  # a disk hands over whole blocks: only the file's end is less
+                came = max(0, start + done + max(0, got) - offset)
+                raise self._cut_short(offset, wanted, min(came, wanted), tensor)
+            done += got - got % block
+
+    def _scratch(self) -> memoryview:
+        """This thread's window, aligned to pages."""
+        held = getattr(self._own, "scratch", None)
+        if held is None:
+            held = self._own.scratch = host_block(SCRATCH_BYTES).numpy().data
+        return held
+
+
+def _behind(parts: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `parts` behind their first `done` bytes."""
+    if not done:
+        return parts
+    left = []
+    for part in parts:
+        if done < part.nbytes:
+            left.append(part[done:])
+        done = max(0, done - part.nbytes)
+    return left
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+
+
+def _is_power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _set_direct(fd: int) -> None:
+    import fcntl  # absent where O_DIRECT is, too
+
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
