@@ -26,7 +26,8 @@ from moe_lab.bench.runner import Timed, bandwidth_gb_per_s, measured_on, time_ca
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels.tiles import CombineTile, GatedTile, Tile
+from moe_lab_kernels import activation, lane_rows
+from moe_lab_kernels.tiles import Tile
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3-like", "mixtral-8x7b", "v4.1-like", "gpt-oss-120b-like", "gemma4-26b-a4b-like")
 PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q2_k+q8_0", "q8_0+q8_0", "mxfp4+mxfp4", "nvfp4+nvfp4")
@@ -53,35 +54,25 @@ def parts(shape: LayerShape, calls: list[gl.Call], w: gl.Weights, hit: float, sw
     up, dn = gl.bytes_a_weight(w.gate_up_format), gl.bytes_a_weight(w.down_format)
     up_bytes, down_bytes = hit * 2 * d * f * up, hit * d * f * dn
     rows = [gl.quantised(c, w) for c in calls]
-    each = list(zip(calls, rows, strict=True))
-    for c, r in each:
-        gl.gated(c, w, r)
+    for c, r in zip(calls, rows, strict=True):
+        gl.gate_up(c, w, r)
+    hidden = [lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format) for c in calls]
+    into_up, into_down = list(zip(calls, rows, strict=True)), list(zip(calls, hidden, strict=True))
     yield "quantize_x", "", 3.1 * calls[0].x.numel(), [lambda c=c: gl.quantised(c, w) for c in calls]
     yield "weighted_sum", "", 2.0 * pairs * d, [lambda c=c: gl.weighted_sum(c) for c in calls]
-    singles, gates, downs, sums = tiles(shape.top_k, calls[0].max_rows) if sweep else ([None],) * 4
-    for tile in singles:
-        yield "gate_up", str(tile), up_bytes, [lambda c=c, r=r, t=tile: gl.gate_up(c, w, r, t) for c, r in each]
-    for tile in gates:
-        yield "gated", str(tile), up_bytes, [lambda c=c, r=r, t=tile: gl.gated(c, w, r, t) for c, r in each]
-    for tile in downs:
-        yield "down", str(tile), down_bytes, [lambda c=c, t=tile: gl.down_from_hidden(c, w, t) for c in calls]
-    for tile in sums:
-        yield "down+sum", str(tile), down_bytes, [lambda c=c, t=tile: gl.down_and_sum(c, w, t) for c in calls]
-    yield "gated pdl", "", up_bytes, [lambda c=c, r=r: gl.gated(c, w, r, None, True) for c, r in each]
-    yield "down+sum pdl", "", down_bytes, [lambda c=c: gl.down_and_sum(c, w, None, True) for c in calls]
+    yield "experts", "", up_bytes + down_bytes, [lambda c=c: gl.experts(c, w) for c in calls]
+    for tile in tiles(calls[0].max_rows) if sweep else (None,):
+        yield "gate_up", str(tile), up_bytes, [lambda c=c, r=r, t=tile: gl.gate_up(c, w, r, t) for c, r in into_up]
+        yield "down", str(tile), down_bytes, [lambda c=c, r=r, t=tile: gl.down(c, w, r, t) for c, r in into_down]
 
 
-def tiles(k: int, most: int) -> tuple[list, list, list, list]:
-    """Tiles worth a try for gate_up, gated, down and down + sum: None is the one that ships."""
-
-    one = most == 1
-    cut = [(8, 16), (4, 16), (16, 16)] if one else [(8, 16), (8, 8), (4, 8), (16, 16)]
-    singles = [None, *(Tile(rows, sums=sums, registers=cap) for rows, sums in cut for cap in (64, 96, 128))]
-    shared = [1] if one else [1, 2, 4]
-    gates = [GatedTile(1, warps, s, cap) for warps in (8, 16) for s in shared for cap in (64, 128)]
-    sums = [CombineTile(rows, None, together, cap) for rows in (2, 4, 8) for cap in (64, 128)
-            for together in ([None, 2, 1] if k % 4 == 0 else [None, 1])]  # fmt: skip
-    return singles, [None, *gates], singles, [None, *sums]
+def tiles(most: int) -> list[Tile | None]:
+    """Tiles worth a try: None is the one that ships."""
+    if most == 1:
+        cut = [(8, 1, 16, 128), (4, 1, 16, 80), (8, 4, 8, 64), (16, 4, 16, 80), (16, 8, 16, 64)]
+        return [None, *(Tile(rows, warps, sums, cap) for rows, warps, sums, cap in cut)]
+    cut = [(8, 1, 8, 128, 4), (8, 1, 4, 128, 2), (8, 1, 4, 96, 2), (16, 1, 4, 96, 2), (8, 1, 4, 96, 1)]
+    return [None, *(Tile(rows, warps, sums, cap, shared=shared) for rows, warps, sums, cap, shared in cut)]
 
 
 def columns(timed: Timed, moved: float, roof: float) -> dict[str, Any]:
@@ -111,7 +102,7 @@ def measure(name: str, pair: str, tokens: list[int], roof: float, args: argparse
             yield {"what": f"WRONG: {', '.join(wrong) or 'nmse'}", **head}
             continue
         picks = routings(shape, t)
-        calls, hit = [gl.make_call(shape, ids, weights, "cuda", down) for ids, weights in picks], experts_hit(picks)
+        calls, hit = [gl.make_call(shape, ids, weights, "cuda") for ids, weights in picks], experts_hit(picks)
         whole = layer_bytes(shape, t, hit, gl.bytes_a_weight(gate_up), gl.bytes_a_weight(down))
         jobs = [*layers(calls, w, whole)]
         for what, tile, moved, todo in [*jobs, *(parts(shape, calls, w, hit, args.sweep) if args.parts else [])]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -151,6 +152,12 @@ def early_start(wanted: bool, backend: Backend) -> dict[str, bool]:
     """Launch options with which a kernel that waits by itself may start while the one before still runs (programmatic
     dependent launch, from compute capability 9.0 on). None in the interpreter, and where it was not asked for."""
     return {"launch_pdl": True} if wanted and backend == "cuda" else {}
+
+
+@cache
+def has_early_start(device: torch.device) -> bool:
+    """Whether kernels on `device` can start early; the others run one after another."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def next_power_of_2(n: int) -> int:

@@ -14,6 +14,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect
+from moe_lab_kernels.gemv_body import let_the_next_kernel_start, wait_for_the_kernel_before
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 
 BLOCK_CUDA, BLOCK_INTERPRETER = 256, 4096
@@ -22,8 +23,10 @@ BLOCK_CUDA, BLOCK_INTERPRETER = 256, 4096
 @jit
 def _combine(y, w, ids, order, shared, shared_gate, out, D, tiles, y_t, y_k, y_d, w_t, w_k, ids_t, ids_k, order_t,
              order_k, shared_t, shared_d, gate_t, K: tl.constexpr, IDS: tl.constexpr, ORDER: tl.constexpr,
-             SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program = (token, tile of D); tokens are on grid x because y and z stop at 65,535."""
+    wait_for_the_kernel_before(PDL)
+    let_the_next_kernel_start(PDL)
     pid = tl.program_id(0)
     t, tile = pid // tiles, pid % tiles
     d = tile * BLOCK + tl.arange(0, BLOCK)
@@ -59,12 +62,14 @@ def combine(
     out_dtype: torch.dtype | None = None,
     ids: Int32[Tensor, "T K"] | None = None,
     order: Int32[Tensor, "T K"] | None = None,
+    pdl: bool = False,
 ) -> Float[Tensor, "T D"]:
     """Weighted sum over each token's K expert outputs (Triton), plus shared_gate * shared where given.
 
     `shared_gate` is already squashed; None means 1. `out_dtype`: y's by default. `ids`: slots with id < 0 are skipped.
     `order`: each token's slots in the order of addition (a permutation of 0..K-1); None is rank order. Any strides.
-    LabError when T, K, D or devices disagree.
+    `pdl`: start while the kernel before still runs (needs compute capability 9.0). LabError when T, K, D or devices
+    disagree.
     """
     out = _output(y, w, shared, shared_gate, out_dtype, ids, order)
     if not out.numel():
@@ -81,9 +86,10 @@ def combine(
         (t * tiles,),
         *(y, w, *(w if v is None else v for v in optional), out, d, tiles, *y.stride(), *w.stride()),
         *(step for steps in strides for step in steps),
-        *(k, *(v is not None for v in optional), block),
+        *(k, *(v is not None for v in optional), block, pdl and on == "cuda"),
         device=y.device,
         num_warps=2,
+        **backend.early_start(pdl, on),
     )
     return out
 
@@ -97,6 +103,7 @@ def combine_ref(
     out_dtype: torch.dtype | None = None,
     ids: Int32[Tensor, "T K"] | None = None,
     order: Int32[Tensor, "T K"] | None = None,
+    pdl: bool = False,
 ) -> Float[Tensor, "T D"]:
     """The same in torch, bit for bit."""
     out = _output(y, w, shared, shared_gate, out_dtype, ids, order)

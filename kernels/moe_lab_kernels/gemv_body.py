@@ -34,17 +34,6 @@ def lane_sums(w, x, d8, total, known, blocks, A: tl.constexpr, B: tl.constexpr, 
 
 
 @jit
-def fold_lanes(v, A: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr):
-    """[.., .., 32] -> [A, B], the last axis cut into rows of LANES: halves against halves, two operands at a time, so
-    that no order is the compiler's."""
-    v = tl.reshape(v, [A, B, LANES])
-    for i in tl.static_range(5):
-        if (LANES >> i) > 1:
-            v = tl.sum(tl.reshape(v, [A, B, 2, LANES >> (i + 1)]), 2)
-    return tl.reshape(v, [A, B])
-
-
-@jit
 def wait_for_the_kernel_before(PDL: tl.constexpr):
     """Until everything the kernel before wrote can be read (programmatic dependent launch starts this one early)."""
     if PDL:

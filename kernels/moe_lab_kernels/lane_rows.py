@@ -10,19 +10,20 @@ R rows of Kd values. Reads R * Kd elements, writes R * Kd codes, R * Kd / 32 sca
 """
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from moe_lab._types import Float, Tensor
+from moe_lab._types import Float, Int32, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.blocks import BLOCKS, gemv_row_bytes
-from moe_lab_kernels.checks import FLOATS, expect
+from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.decode_ref import Lanes, lanes_of
+from moe_lab_kernels.gemv_body import let_the_next_kernel_start, wait_for_the_kernel_before
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 from moe_lab_kernels.quantize_rows import q8_1_blocks, quantize_q8_1_ref
 
@@ -62,11 +63,18 @@ def place_of(v, FORMAT: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr,
 
 
 @jit
-def _quantize_lanes(x, codes, scale, total, groups, x_row_stride, codes_stride, FORMAT: tl.constexpr,
-                    VALUES: tl.constexpr, LANES: tl.constexpr, PER_BLOCK: tl.constexpr,
-                    GROUPS: tl.constexpr):  # fmt: skip
-    """Program = (row, GROUPS groups of 32 values)."""
+def _quantize_lanes(x, codes, scale, total, cleared, n_cleared, groups, x_row_stride, codes_stride,
+                    FORMAT: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, PER_BLOCK: tl.constexpr,
+                    GROUPS: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program = (row, GROUPS groups of 32 values), which also clears a share of `cleared`."""
+    wait_for_the_kernel_before(PDL)
+    let_the_next_kernel_start(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
+    if CLEAR:
+        program, programs = row * tl.num_programs(1) + tile, tl.num_programs(0) * tl.num_programs(1)
+        for at in range(program * 128, n_cleared, programs * 128):
+            i = at + tl.arange(0, 128)
+            tl.store(cleared + i, tl.zeros((128,), tl.int32), mask=i < n_cleared)
     group = tile * GROUPS + tl.arange(0, GROUPS)
     v = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     there = group < groups
@@ -79,40 +87,102 @@ def _quantize_lanes(x, codes, scale, total, groups, x_row_stride, codes_stride, 
     tl.store(total + at, round_to(tl.reshape(s, [GROUPS]), tl.float16), mask=there)
 
 
-def quantize_lanes(x: Float[Tensor, "R Kd"], format: str, *, lanes: Lanes | None = None) -> LaneRows:
-    """The rows that a GEMV on `format` reads (Triton). LabError when Kd is not whole blocks of it."""
-    out = lane_rows("quantize_lanes", x.shape, format, lanes, x.device)
+def quantize_lanes(
+    x: Float[Tensor, "R Kd"],
+    format: str,
+    *,
+    lanes: Lanes | None = None,
+    out: LaneRows | None = None,
+    clear: Int32[Tensor, " n"] | None = None,
+    pdl: bool = False,
+) -> LaneRows:
+    """The rows that a GEMV on `format` reads (Triton), in `out` where it is given (`lane_rows`).
+
+    `clear`: counters of the launch that follows, set to 0. `pdl`: start while the kernel before still runs, and let
+    the next one do so. LabError when Kd is not whole blocks of the format, or `out` is room for other rows.
+    """
+    made = lane_rows("quantize_lanes", x.shape, format, lanes, x.device) if out is None else out
+    out = _check_room("quantize_lanes", x, format, lanes, made)
+    if clear is not None:
+        expect("quantize_lanes", "clear", clear, [torch.int32], ["n"])
+        expect_contiguous("quantize_lanes", "clear", clear)
     expect("quantize_lanes", "x", x, FLOATS, ["R", "Kd"])
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise LabError(f"quantize_lanes: x's last axis must be contiguous, got strides {x.stride()}.")
     if not x.numel():
         return out
-    on, groups = backend.serve("quantize_lanes", x=x), out.scale.shape[1]
+    on, groups = backend.serve("quantize_lanes", x=x, clear=clear), out.scale.shape[1]
     at_once = 4 if on == "cuda" else min(256, backend.next_power_of_2(groups))
     backend.launch(
         _quantize_lanes,
         (len(x), -(-groups // at_once)),
-        *(x, *out[:3], groups, x.stride(0), out.codes.stride(0), format, BLOCKS[format].values, *out.lanes, at_once),
+        *(x, *out[:3], out.scale if clear is None else clear, 0 if clear is None else len(clear), groups, x.stride(0)),
+        *(out.codes.stride(0), format, BLOCKS[format].values, *out.lanes, at_once),
+        *(clear is not None, pdl and on == "cuda"),
         device=x.device,
         num_warps=1,
+        **backend.early_start(pdl, on),
     )
     return out
 
 
-def quantize_lanes_ref(x: Float[Tensor, "R Kd"], format: str, *, lanes: Lanes | None = None) -> LaneRows:
+def quantize_lanes_ref(
+    x: Float[Tensor, "R Kd"],
+    format: str,
+    *,
+    lanes: Lanes | None = None,
+    out: LaneRows | None = None,
+    clear: Int32[Tensor, " n"] | None = None,
+    pdl: bool = False,
+) -> LaneRows:
     """The same in torch, bit for bit; the padding, which the kernel leaves as it was, is 0."""
-    return to_lanes(quantize_q8_1_ref(x), format, lanes)
+    made = to_lanes(quantize_q8_1_ref(x), format, lanes)
+    if clear is not None:
+        clear.zero_()
+    if out is None:
+        return made
+    for kept, new in zip(_check_room("quantize_lanes", x, format, lanes, out)[:3], made[:3], strict=True):
+        kept.copy_(new)
+    return out
 
 
-def lane_rows(op: str, shape: Sequence[int], format: str, lanes: Lanes | None, device: torch.device) -> LaneRows:
-    """Room for rows of `shape` [R, Kd]."""
+def _check_room(op: str, x: Tensor, format: str, lanes: Lanes | None, out: LaneRows) -> LaneRows:
+    lanes = lanes or lanes_of(format, x.shape[1])
+    if (out.format, out.lanes) != (format, lanes):
+        raise LabError(f"{op}: out is room for {out.format} and {out.lanes}, asked for {format} and {lanes}.")
+    expect(op, "out.codes", out.codes, [torch.int8], [len(x), len(lane_index(format, x.shape[1], lanes))])
+    expect_rows(op, "out.codes", out.codes)
+    for name, t in (("out.scale", out.scale), ("out.total", out.total)):
+        expect(op, name, t, [torch.float16], [len(x), x.shape[1] // 32])
+        expect_contiguous(op, name, t)
+    return out
+
+
+Empty = Callable[[str, Sequence[int], torch.dtype, torch.device], Tensor]  # name, shape, dtype, device -> scratch
+
+
+def fresh(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Scratch of its own: what `Empty` is where nobody keeps a workspace."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def lane_rows(
+    op: str,
+    shape: Sequence[int],
+    format: str,
+    lanes: Lanes | None,
+    device: torch.device,
+    empty: Empty = fresh,
+    name: str = "rows",
+) -> LaneRows:
+    """Room for rows of `shape` [R, Kd], from `empty` as name.codes, name.scale, name.total."""
     rows, kd = shape
     gemv_row_bytes(format, kd)
     lanes = lanes or lanes_of(format, kd)
     if lanes.block > 4:
         raise LabError(f"{op}: {lanes} has no lane order; walk the row with at most 4 lanes a block.")
-    scale, total = (torch.empty(rows, kd // 32, dtype=torch.float16, device=device) for _ in range(2))
-    codes = torch.empty(rows, len(lane_index(format, kd, lanes)), dtype=torch.int8, device=device)
+    scale, total = (empty(f"{name}.{part}", (rows, kd // 32), torch.float16, device) for part in ("scale", "total"))
+    codes = empty(f"{name}.codes", (rows, len(lane_index(format, kd, lanes))), torch.int8, device)
     return LaneRows(codes, scale, total, format, lanes)
 
 

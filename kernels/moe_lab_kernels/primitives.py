@@ -4,6 +4,8 @@
 interpreter, which knows no inline assembly. Twins call nothing: a nested call costs the interpreter milliseconds.
 """
 
+import torch
+
 from moe_lab_kernels.backend import INTERPRETED, jit, tl
 
 INTERPRET = tl.constexpr(INTERPRETED)
@@ -35,6 +37,35 @@ def round_to(x, dtype: tl.constexpr):
     else:
         out = x.to(dtype)
     return out
+
+
+@jit
+def fma(a, b, c):
+    """a * b + c, rounded once, in fp32; `fma_ref` in torch. The interpreter's own tl.fma rounds twice, so there the sum
+    is taken in float64 and made odd where it was not exact: then one more rounding is the only one that shows."""
+    if INTERPRET:
+        p, c64 = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        s = p + c64
+        back = s - p
+        rest = (p - (s - back)) + (c64 - back)
+        bits = s.to(tl.int64, bitcast=True)
+        odd = tl.where((rest > 0) == (s > 0), 1, -1).to(tl.int64) + bits
+        bits = tl.where(((rest > 0) | (rest < 0)) & (bits % 2 == 0), odd, bits)
+        out = bits.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        out = tl.fma(a, b, c)
+    return out
+
+
+def fma_ref(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c of fp32 tensors with one rounding: `fma` in torch, on any device."""
+    p, c64 = a.double() * b.double(), c.double()
+    s = p + c64
+    back = s - p
+    rest = (p - (s - back)) + (c64 - back)
+    bits = s.view(torch.int64)
+    odd = torch.where((rest > 0) == (s > 0), 1, -1) + bits
+    return torch.where(((rest > 0) | (rest < 0)) & (bits % 2 == 0), odd, bits).view(torch.float64).float()
 
 
 @jit
@@ -121,3 +152,33 @@ def funnel(low, high, shift, NATIVE: tl.constexpr):
         # high moves in two steps: a shift by 32 has no meaning
         out = ((low >> shift) & ~(-2 << (31 - shift))) | ((high << 1) << (31 - shift))
     return out
+
+
+@jit
+def fold_rows(v, A: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr):
+    """`butterfly`'s sums of [A, B, 32] with half its exchanges: at each step a lane gives away half of its rows. Which
+    row a lane ends with is `folded_row`'s matter; [A, max(1, B / LANES), 32], the same bits."""
+    lane = tl.arange(0, 32)[None, None, :]
+    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
+        if (LANES >> i) > 1:
+            if (B >> i) > 1:
+                first, second = tl.split(tl.permute(tl.reshape(v, [A, 2, B >> (i + 1), 32]), (0, 2, 3, 1)))
+                upper = lane & (LANES >> (i + 1)) != 0
+                v, other = tl.where(upper, second, first), tl.where(upper, first, second)
+            else:
+                other = v
+            v = v + tl.gather(other, tl.broadcast_to(lane ^ (LANES >> (i + 1)), other.shape), 2)
+    return v
+
+
+@jit
+def folded_row(B: tl.constexpr, LANES: tl.constexpr):
+    """The row, of B, whose sum a lane has after `fold_rows`, [1, max(1, B / LANES), 32], and whether it is the first
+    lane that has it."""
+    left: tl.constexpr = max(1, B // LANES)  # pyright: ignore[reportAssignmentType]
+    lane = tl.arange(0, 32)[None, None, :]
+    row = tl.arange(0, left)[None, :, None] + 0 * lane
+    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
+        if ((LANES >> i) > 1) & ((B >> i) > 1):
+            row += tl.where(lane & (LANES >> (i + 1)) != 0, B >> (i + 1), 0)
+    return row, lane % max(1, LANES // B) == 0

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from moe_lab.errors import LabError
 from moe_lab_kernels.decode_ref import Lanes
 
-# Rows of a chunk that share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's own
-# work (1.7 instructions a weight) passes that of a row alone (1.6); of 4 it takes 1.2.
+# Rows of a chunk that may share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's
+# own work (1.7 instructions a weight) passes that of a row alone (1.6).
 MAX_SHARED = 4
 
 
@@ -23,7 +23,8 @@ class Tile:
 
     rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold where 32
     lanes walk a row, so n rows of a chunk walk the tile in strips of sums / n weight rows; registers: a thread's cap,
-    or None; lanes: how a row is walked, or None for `decode_ref.lanes_of`.
+    or None; lanes: how a row is walked, or None for `decode_ref.lanes_of`; shared: rows of a chunk that share decoded
+    codes (1, 2 or 4).
     """
 
     rows: int
@@ -31,59 +32,36 @@ class Tile:
     sums: int = 16
     registers: int | None = None
     lanes: Lanes | None = None
-
-    def __post_init__(self) -> None:
-        _powers_of_two("Tile", rows=(self.rows, 1), sums=(self.sums, MAX_SHARED))
-
-
-@dataclass(frozen=True, slots=True)
-class GatedTile:
-    """How a program of `gemv_gated` is cut: `groups` blocks of 32 hidden values, `shared` rows of a chunk (1, 2 or 4)
-    that share decoded codes; the rest as in `Tile`."""
-
-    groups: int = 1
-    warps: int = 8
     shared: int = MAX_SHARED
-    registers: int | None = 128
-    lanes: Lanes | None = None
 
     def __post_init__(self) -> None:
-        _powers_of_two("GatedTile", groups=(self.groups, 1), shared=(self.shared, 1))
+        _powers_of_two("Tile", rows=(self.rows, 1), shared=(self.shared, 1), sums=(self.sums, self.shared))
+        if self.shared > MAX_SHARED:
+            raise LabError(f"Tile.shared is {self.shared}; at most {MAX_SHARED} rows share decoded codes.")
 
 
-@dataclass(frozen=True, slots=True)
-class CombineTile:
-    """How a program of `gemv_combine` is cut: `rows` weight rows, `together` slots of a token side by side (None: the
-    largest power of two that divides K, at most 8); the rest as in `Tile`."""
-
-    rows: int = 8
-    warps: int | None = None
-    together: int | None = None
-    registers: int | None = 128
-    lanes: Lanes | None = None
-
-    def __post_init__(self) -> None:
-        _powers_of_two("CombineTile", rows=(self.rows, 1))
-        if self.together is not None:
-            _powers_of_two("CombineTile", together=(self.together, 1))
-
-    def slots(self, k: int) -> int:
-        """Slots side by side of K."""
-        return self.together or min(8, k & -k)
-
-
-# Measured on an H200 (triton 3.6), microseconds for the qwen3 / deepseek / mixtral / V4.1 shapes (benchmarks/
-# first_timings.py), with 32 lanes a row. Registers capped at 128 unless said.
-#                            8 rows                  8 rows, strips of 8 sums   4 rows, strips of 8 sums
-#   T = 1, gate + up, q2_k   6 / 29 / 28 / 20        (uncapped: 7 / 33 / 32 / 24; 4 rows, uncapped: 7 / 34 / 33 / 23)
-#   T = 1, down, q3_k        7 / 24 / 29 / 22        (uncapped: 7 / 25 / 27 / 24; 4 rows, uncapped: 8 / 26 / 28 / 24)
-#   T = 8, gate + up, q2_k   42 / 212 / 367 / 121    38 / 198 / 321 / 120       36 / 230 / 306 / 149
-#   T = 8, down, q3_k        44 / 186 / 176 / 127    37 / 166 / 189 / 129       36 / 167 / 167 / 139
-# Uncapped, T = 8 takes 1.1 to 1.5 times as long; 16 rows and 2 warps lost at T = 1. q8_0 follows, unmeasured.
-TILE_ONE, TILE_MANY = Tile(8, registers=128), Tile(8, sums=8, registers=128)
-# gated, H200, microseconds at T = 8 for the qwen3 / mixtral shapes, 1, 2, 4 rows sharing decoded codes (8 warps): 42,
-# 46, 58 / 238, 245, 423: a thread has 8 weight rows already, so more sums spill. 16 warps took 1.4 to 1.6 as long.
-GATED_FEW = GATED_MANY = GatedTile(shared=1)
-COMBINE_FEW = CombineTile(4)
+# H200, triton 3.6, microseconds for gate + up / down, T = 1: qwen3 q2_k+q3_k | q4_k+q6_k | mxfp4 | mixtral | V4.1
+#   8 rows, 128 registers       5.7 / 5.3 | 9.9 / 7.3 | 8.0 / 6.1 | 25.9 / 27.8 | 18.5 / 18.3
+#   4 rows, 80 registers        6.5 / 7.0 | 9.8 / 8.1 | 7.8 / 6.8 | 27.0 / 25.3 | 19.4 / 18.7
+#   2 rows, 64 registers        7.2 / 8.4 | 9.3 / 8.9 | 8.8 / 8.1 | 28.9 / 23.5 | 22.3 / 20.1
+# 4 to 8 warps a program lost wherever they were tried but for mixtral's down (23 with 2 rows a warp).
+TILE_ONE = Tile(8, registers=128)
+# T = 8, the same shapes (mixtral, V4.1: q2_k+q3_k); s: sums, r: registers, c: rows that share decoded codes
+#   s8 r128 c4                  33.3 / 27.4 | 47.5 / 36.9 | 46.8 / 35.6 | 257 / 142 | 108 / 103
+#   s4 r128 c2                  29.3 / 25.4 | 40.7 / 34.2 | 44.9 / 35.7 | 183 / 148 | 116 / 112
+#   s4 r96 c2                   27.3 / 23.1 | 37.4 / 30.6 | 43.7 / 32.6 | 173 / 140 | 106 / 98
+#   s4 r96 c1                   28.5 / 24.3 | 45.4 / 33.8 | 45.0 / 34.0 | 184 / 182 | 104 / 104
+# Of s8 c4 the code alone is 53 KB (three sizes of program) and a third of the stalls were waits for instructions; 96
+# registers let 20 warps onto a multiprocessor instead of 16. More rows a program (16, 32) lost.
+TILE_MANY = Tile(8, sums=4, registers=96, shared=2)
+# q8_0, whose code is short: 70.6 / 38.7 against 74.9 / 42.1 in the tile above.
+TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
+
+
+def tile_for(format: str, max_rows: int) -> Tile:
+    """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows."""
+    if max_rows == 1:
+        return TILE_ONE
+    return TILE_MANY_BYTES if format == "q8_0" else TILE_MANY

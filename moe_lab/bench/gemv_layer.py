@@ -1,9 +1,8 @@
 """One routed layer straight on the kernels, planned once and called often: what the kernel benchmarks time and check.
 
-From given picks on, in three forms whose results have the same bits:
-    separate  six launches: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted sum
-    gated     four: quantise, gate + up + SwiGLU + quantise, down, weighted sum
-    fused     three: quantise, gate + up + SwiGLU + quantise, down + weighted sum (each token reads its own experts)
+From given picks on, in two forms whose results have the same bits:
+    together  three launches: quantise; gate + up + SwiGLU + quantise + down; weighted sum (what the arm does)
+    apart     six: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted sum
 Nothing of the lab's own layer is in the way, so a kernel's time is the kernel's. T tokens, K experts a token,
 P = T * K pairs, D model width, F expert width, E experts.
 """
@@ -17,11 +16,11 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import quantize
-from moe_lab_kernels import activation, combine, gemv, gemv_combine, gemv_gated, lane_rows
+from moe_lab_kernels import activation, backend, combine, gemv, gemv_mlp, lane_rows
 from moe_lab_kernels.blocks import BLOCKS
 from moe_lab_kernels.dequantize import dequantize_ref
 from moe_lab_kernels.lane_rows import LaneRows, Rows
-from moe_lab_kernels.tiles import CombineTile, GatedTile, Tile
+from moe_lab_kernels.tiles import Tile
 
 GATE_UP, DOWN = "q2_k", "q3_k"
 
@@ -66,10 +65,8 @@ def make_weights(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One input with its plan (pairs sorted by expert, chunks of at most 8) and every buffer a product writes.
-
-    `hidden` and `y` are in token order, row t K + k.
-    """
+    """One input with its plan (pairs sorted by expert, chunks of at most 8) and every buffer a product writes; `y` is
+    in token order, row t K + k."""
 
     x: Tensor
     ids: Tensor
@@ -82,18 +79,15 @@ class Call:
     gate: Tensor
     up: Tensor
     y: Tensor
-    hidden: LaneRows
-    out: Tensor
 
     def poison(self) -> None:
-        """Fill every output with NaN, codes with -128, which no code is."""
-        for buffer in (self.gate, self.up, self.y, self.out, self.hidden.scale, self.hidden.total):
+        """Fill every output with NaN."""
+        for buffer in (self.gate, self.up, self.y):
             buffer.fill_(float("nan"))
-        self.hidden.codes.fill_(-128)
 
 
-def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str, down_format: str = DOWN) -> Call:
-    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows; hidden rows are laid out for `down_format`."""
+def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str) -> Call:
+    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows."""
     t, k = ids.shape
     expert, order = ids.cpu().flatten().sort(stable=True)
     chunks, first = [], 0
@@ -106,7 +100,6 @@ def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str, down
     def empty(rows: int, width: int) -> Tensor:
         return torch.empty(rows, width, dtype=torch.bfloat16, device=device)
 
-    hidden = lane_rows.lane_rows("make_call", (pairs, f), down_format, None, torch.device(device))
     return Call(
         x=torch.randn(t, d, device=device).bfloat16(),
         ids=ids.to(device),
@@ -119,8 +112,6 @@ def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str, down
         gate=empty(pairs, f),
         up=empty(pairs, f),
         y=empty(pairs, d),
-        hidden=hidden,
-        out=empty(t, d),
     )
 
 
@@ -140,54 +131,32 @@ def down(c: Call, w: Weights, rows: Rows, tile: Tile | None = None, op: Callable
     op(rows, c.pairs, w.down, c.chunks, w.down_format, c.y, out_row=c.out_row, max_rows=c.max_rows, tile=tile)
 
 
-def weighted_sum(c: Call, op: Callable[..., Tensor] = combine.combine) -> Tensor:
+def weighted_sum(c: Call, op: Callable[..., Tensor] = combine.combine, **options: Any) -> Tensor:
     """[T, D]."""
-    return op(c.y.view(*c.ids.shape, -1), c.weights)
+    return op(c.y.view(*c.ids.shape, -1), c.weights, **options)
 
 
-def gated(c: Call, w: Weights, rows: Rows, tile: GatedTile | None = None, pdl: bool = False) -> None:
-    """c.hidden from the quantised rows of x, in one launch."""
-    more = {"out": c.hidden, "out_row": c.out_row, "max_rows": c.max_rows, "tile": tile, "pdl": pdl}
-    gemv_gated.gemv_gated(rows, c.row_of, w.gate, w.up, c.chunks, w.gate_up_format, **more)
+def experts(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile | None = None) -> None:
+    """c.y [P, D] in token order from x, in two launches."""
+    more = {"max_rows": c.max_rows, "tile": tile, "down_tile": down_tile}
+    weights, formats = (w.gate, w.up, w.down), (w.gate_up_format, w.down_format)
+    gemv_mlp.gemv_mlp(c.x, c.row_of, *weights, c.chunks, *formats, c.y, c.out_row, **more)
 
 
-def down_from_hidden(c: Call, w: Weights, tile: Tile | None = None) -> None:
-    """c.y [P, D] from c.hidden, in one launch."""
-    options = {"out_row": c.out_row, "max_rows": c.max_rows, "tile": tile}
-    gemv.gemv(c.hidden, c.out_row, w.down, c.chunks, w.down_format, c.y, **options)
+def layer(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile | None = None) -> Tensor:
+    """The routed layer [T, D], bf16, in three launches."""
+    experts(c, w, tile, down_tile)
+    return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
 
 
-def down_and_sum(c: Call, w: Weights, tile: CombineTile | None = None, pdl: bool = False) -> Tensor:
-    """c.out [T, D] from c.hidden, in one launch."""
-    return gemv_combine.gemv_combine(c.hidden, w.down, c.ids, c.weights, w.down_format, out=c.out, tile=tile, pdl=pdl)
-
-
-def layer(c: Call, w: Weights) -> Tensor:
-    """The routed layer [T, D], bf16, in six launches."""
+def layer_apart(c: Call, w: Weights) -> Tensor:
+    """The same in six."""
     gate_up(c, w, quantised(c, w))
     down(c, w, lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format))
     return weighted_sum(c)
 
 
-def layer_gated(c: Call, w: Weights) -> Tensor:
-    """The same in four."""
-    gated(c, w, quantised(c, w))
-    down_from_hidden(c, w)
-    return weighted_sum(c)
-
-
-def layer_fused(c: Call, w: Weights, pdl: bool = False) -> Tensor:
-    """The same in three."""
-    gated(c, w, quantised(c, w), pdl=pdl)
-    return down_and_sum(c, w, pdl=pdl)
-
-
-LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {
-    "separate": layer,
-    "gated": layer_gated,
-    "fused": layer_fused,
-    "fused pdl": lambda c, w: layer_fused(c, w, pdl=True),
-}
+LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {"together": layer, "apart": layer_apart}
 
 
 def exact(c: Call, w: Weights) -> Tensor:
@@ -204,10 +173,10 @@ def exact(c: Call, w: Weights) -> Tensor:
 
 def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> tuple[float, list[str]]:
     """On a fresh input, into poisoned outputs: the layer's NMSE against `exact`, and the steps whose bits differ from
-    their torch reference, then the other forms of the layer that differ from it (none, when all is well)."""
-    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device, w.down_format)
+    their torch reference, then "together" where the few launches do (none, when all is well)."""
+    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
     c.poison()
-    rows, out = quantised(c, w), layer(c, w)
+    rows, out = quantised(c, w), layer_apart(c, w)
     hidden = lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format)
     got = [*lane_rows.to_plain(rows), c.gate.clone(), c.up.clone(), c.y.clone(), out]
     c.poison()
@@ -217,17 +186,13 @@ def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) ->
         *lane_rows.to_plain(lane_rows.quantize_lanes_ref(c.x, w.gate_up_format)),
         c.gate,
         c.up,
-        c.y,
+        c.y.clone(),
         weighted_sum(c, combine.combine_ref),
     ]
     names = ("codes", "scale", "total", "gate", "up", "down", "combine")
     wrong = [name for name, a, b in zip(names, got, want, strict=True) if not torch.equal(a, b)]
-    for name, form in LAYERS.items():
-        if form is not layer and (c.x.is_cuda or "pdl" not in name):  # elsewhere that is the one without
-            c.poison()
-            same = torch.equal(form(c, w), want[-1])
-            made, kept = lane_rows.to_plain(c.hidden), lane_rows.to_plain(hidden)
-            same &= all(torch.equal(a[c.out_row.long()], b) for a, b in zip(made, kept, strict=True))
-            wrong += [] if same else [name]
+    c.poison()
+    if not torch.equal(layer(c, w), want[-1]) or not torch.equal(c.y, want[5]):
+        wrong.append("together")
     target = exact(c, w).double()
     return float((out.double() - target).square().sum() / target.square().sum()), wrong

@@ -57,3 +57,5 @@ def test_order_and_company_of_chunks_do_not_show() -> None:
 def test_a_tile_that_cannot_be_cut_is_refused(bad: dict[str, int]) -> None:
     with pytest.raises(LabError, match=r"Tile.*power of two"):
         gemv.Tile(**bad)
+    with pytest.raises(LabError, match=r"Tile.shared is 8; at most 4"):
+        gemv.Tile(8, shared=8)

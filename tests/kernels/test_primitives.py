@@ -108,3 +108,26 @@ def test_the_plain_twins_of_the_byte_dot_products() -> None:
         (half * i8[1][:, 2:]).sum(1),
     ]
     assert np.array_equal(out.numpy(), np.array(want))
+
+
+@jit
+def _fold_kernel(x, out, A: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr):
+    a, lane = tl.arange(0, A)[:, None, None], tl.arange(0, 32)[None, None, :]
+    v = tl.load(x + (a * B + tl.arange(0, B)[None, :, None]) * 32 + lane)
+    row, first = primitives.folded_row(B, LANES)
+    each: tl.constexpr = 32 // LANES
+    to = out + (a * B + row) * each + lane // LANES
+    tl.store(to, primitives.fold_rows(v, A, B, LANES), mask=first & (a >= 0))
+
+
+@pytest.mark.parametrize("lanes", [4, 16, 32], ids="{}-lanes".format)
+@pytest.mark.parametrize("b", [1, 2, 8, 64], ids="{}-rows".format)
+def test_folded_rows_have_the_sums_of_halves_against_halves(b: int, lanes: int) -> None:
+    draw = torch.Generator().manual_seed(b)
+    x = torch.randn(2, b, 32, generator=draw) * 10.0 ** torch.randint(-4, 5, (2, b, 32), generator=draw)
+    out, want = torch.full((2, b, 32 // lanes), float("nan")), x.view(2, b, 32 // lanes, lanes)
+    launch(_fold_kernel, x, out, 2, b, lanes)
+    while want.shape[-1] > 1:
+        half = want.shape[-1] // 2
+        want = want[..., :half] + want[..., half:]
+    assert torch.equal(bits(out), bits(want.squeeze(-1)))

@@ -28,17 +28,17 @@ from moe_lab_kernels import (
     dequantize_scaled,
     dequantize_transposed,
     gemv,
-    gemv_combine,
-    gemv_gated,
-    lane_rows,
+    gemv_mlp,
     plan,
     planar,
+    pointer_table,
     primitives,
     quantize_fp8,
     quantize_rows,
     route_plan,
     router,
     scaled_layouts,
+    slot_table,
     topk,
 )
 from moe_lab_kernels.backend import jit, tl
@@ -84,6 +84,8 @@ def facts(compiled) -> dict:
         "tf32": "tf32" in ptx,
         "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
         "mma": sorted(set(re.findall(r"\b(wgmma|mma\.sync)", ptx))),
+        "acquires": len(re.findall(r"\.acquire\b", ptx)),
+        "shared_stores": ptx.count("st.shared"),
         "barriers": len(re.findall(r"\bbar\.sync", ptx)),
         "stores": sorted(set(re.findall(r"\bst\.global\.([\w.]+)", ptx))),
         "cubin": len(compiled.asm["cubin"]),
@@ -100,40 +102,38 @@ def stack_bytes(cubin: bytes) -> int:
     return max(int(n) for n in re.findall(r"STACK:(\d+)", said.stdout + said.stderr))
 
 
-def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, kd=512, n=60):
+def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, addresses=False, kd=512, n=60):
     codes, scale = torch.zeros(8, kd, dtype=torch.int8), torch.zeros(8, kd // 32, dtype=torch.float16)
     w, out = torch.zeros(2, n, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8), torch.zeros(8, n, dtype=dtype)
     row = torch.zeros(8, dtype=torch.int32)
-    second = {"w2": w.clone(), "out2": out.clone()} if two else {}
+    w = pointer_table.PointerTable.of([w]) if addresses else w
+    second = {"w2": w, "out2": out.clone()} if two else {}
     gemv.gemv((codes, scale), row, w, torch.zeros(3, 3, dtype=torch.int32), format, out, max_rows=max_rows,
               out_row=row if scatter else None, **second)  # fmt: skip
 
 
-def fused_variants():
-    """The decode kernels as a layer of a model calls them: rows in lane order, and hidden rows laid out for down."""
-    index, t, k = torch.zeros(8, dtype=torch.int32), 1, 8
-    for format in blocks.GEMV_FORMATS:
-        kd, f = 2048, 768
-        w = torch.zeros(2, f, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8)
-        rows = lane_rows.quantize_lanes_ref(torch.ones(8, kd), format)
-        room = lane_rows.lane_rows("compile", (8, f), format, None, index.device)
-        yield (
-            f"gated-{format}-rows1",
-            lambda rows=rows, w=w, format=format, room=room: gemv_gated.gemv_gated(
-                rows, index, w, w, torch.zeros(3, 3, dtype=torch.int32), format, out=room, pdl=True
-            ),
-        )
-        if format not in ("q3_k", "q6_k", "mxfp4"):
-            continue
-        down = torch.zeros(2, kd, blocks.gemv_row_bytes(format, f), dtype=torch.uint8)
-        slots, weight = torch.zeros(t, k, dtype=torch.int32), torch.ones(t, k)
-        yield (
-            f"combined-{format}",
-            lambda room=room, down=down, slots=slots, weight=weight, format=format: gemv_combine.gemv_combine(
-                room, down, slots, weight, format, pdl=True
-            ),
-        )
-    yield "quantize-lanes-q2_k", lambda: lane_rows.quantize_lanes(torch.ones(1, 2048, dtype=torch.bfloat16), "q2_k")
+MLP_PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q5_k+q5_k", "q8_0+q8_0", "q4_0+q4_0", "mxfp4+mxfp4", "nvfp4+nvfp4")
+MLP_MANY = ("q2_k+q3_k", "mxfp4+mxfp4")
+
+
+def mlp_call(pair, max_rows, d=2048, f=768):
+    formats = pair.split("+")
+
+    def raw(format, n, kd):
+        return torch.zeros(2, n, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8)
+
+    gate, down, i = raw(formats[0], f, d), raw(formats[1], d, f), torch.zeros(8, dtype=torch.int32)
+    x, y = (torch.zeros(n, d, dtype=torch.bfloat16) for n in (8, 8))
+    table = torch.zeros(8, 3, dtype=torch.int32)
+    gemv_mlp.gemv_mlp(x, i, gate, gate, down, table, *formats, y, i, max_rows=max_rows)
+
+
+def mlp_variants():
+    """The decode step's experts as an arm calls them. Only the second launch is theirs; the first is quantize-lanes."""
+    for pair in MLP_PAIRS:
+        yield f"mlp-{pair}-rows1", lambda pair=pair: mlp_call(pair, 1)
+    for pair in MLP_MANY:
+        yield f"mlp-{pair}-rows8", lambda pair=pair: mlp_call(pair, 8)
 
 
 def routing_variants():
@@ -148,6 +148,15 @@ def routing_variants():
     for t in (1, 8192):
         ids, w = torch.zeros(t, 8, dtype=torch.int32), torch.ones(t, 8)
         yield f"plan-T{t}", lambda ids=ids, w=w: plan.plan(ids, w, 128)
+    for t, everyone in ((1, False), (8, True)):
+        ids, w, count = torch.zeros(t, 8, dtype=torch.int32), torch.ones(t, 8), torch.zeros((), dtype=torch.int32)
+        ends = (torch.zeros(128, dtype=torch.int32), torch.zeros(60, dtype=torch.int32))
+        yield (
+            f"slot_table-T{t}{'-everyone' if everyone else ''}",
+            lambda ids=ids, w=w, count=count, ends=ends, everyone=everyone: slot_table.slot_table(
+                ids, w, plan.plan_ref(ids, w, 128), count, *ends, everyone=everyone
+            ),
+        )
     for t, dtype in ((1, torch.bfloat16), (300, torch.bfloat16), (3000, torch.bfloat16), (3000, torch.float32)):
         x, w = torch.ones(t, 600, dtype=dtype), torch.ones(60, 600, dtype=dtype)
         yield f"router-T{t}-{str(dtype).removeprefix('torch.')}", lambda x=x, w=w: router.router(x, w)
@@ -214,9 +223,10 @@ def variants():
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     yield "gemv-q2_k-bf16-rows8-two", lambda: gemv_call("q2_k", bf16, 8, two=True, kd=2304)
     yield "gemv-q2_k-f16-rows1", lambda: gemv_call("q2_k", f16, 1)
+    yield "gemv-q2_k-f16-rows1-two-addresses", lambda: gemv_call("q2_k", f16, 1, two=True, addresses=True)
     yield "gemv-q3_k-bf16-rows8-scatter", lambda: gemv_call("q3_k", bf16, 8, scatter=True, kd=2304)
     yield "gemv-q8_0-f32-rows8", lambda: gemv_call("q8_0", f32, 8)
-    yield from fused_variants()
+    yield from mlp_variants()
     strided = torch.ones(704, 8, dtype=bf16).t()
     yield "swiglu-f32", lambda: activation.swiglu(torch.ones(8, 704), torch.ones(8, 704))
     yield "swiglu-bf16-limit-strided", lambda: activation.swiglu(strided, strided, limit=7.0)
@@ -236,6 +246,7 @@ def main() -> None:
         compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
 
     backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
+    backend.has_early_start = lambda device: True
     out = {"triton": triton.__version__, "variants": {}}
     wanted = sys.argv[1:]
     for name, call in variants():
