@@ -1,0 +1,124 @@
+"""The float GEMV on a GPU: its reference's bits for every format and row count, whatever the tile, and whole layers."""
+
+import pytest
+import torch
+
+from moe_lab.bench import float_layer
+from moe_lab.bench.workloads import LayerShape
+from moe_lab.layer import MoELayer
+from moe_lab.options import Options
+from moe_lab.tolerances import tol
+from moe_lab_kernels import gemv_float as gf
+from moe_lab_kernels.gemv_float_operands import Bias, Pairs, Rows
+from moe_lab_kernels.gemv_float_tiles import FloatTile
+from tests.support import float_cases as fc
+from tests.support import float_layers as fl
+from tests.support.kernel_cases import nmse, same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none"),
+]
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 8, 1)  # the last two are a group of nine
+TILES = [FloatTile(8, 8, 4), FloatTile(4, 8, 2, registers=128)]
+
+
+def cases() -> list[tuple[str, int]]:
+    return [(f, kd) for f in fc.WALKS for kd in fc.WIDTHS if fc.served(f, kd) is None]
+
+
+@pytest.mark.parametrize(("format", "kd"), cases(), ids=str)
+def test_bits_of_the_reference(format: str, kd: int) -> None:
+    """Chunks of 1 to 9 rows for each way of decoding; formats that only have other groups meet one and two."""
+    w, rows = fc.on(fc.weight(format, 70, kd), "cuda"), fc.rows_of(9, kd, BF16, "cuda")
+    every = format in fc.DECODERS
+    pairs = fc.pairs_of(SIZES if every else (1, 2), 9, "cuda")._replace(max_rows=8 if every else 2)
+    want = fc.product(gf.gemv_float_ref, rows, pairs, w)
+    for repeat in range(3):
+        got = fc.product(gf.gemv_float, rows, pairs, w)
+        assert same_bits(got.view, want.view), repeat
+        assert got.intact()
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4_g32"])
+def test_a_row_alone_has_the_bits_it_has_among_eight(format: str) -> None:
+    w, rows = fc.on(fc.weight(format, 70, 2880), "cuda"), fc.rows_of(8, 2880, BF16, "cuda")
+    together = fc.product(gf.gemv_float, rows, fc.pairs_of((8,), 8, "cuda"), w).view
+    table = torch.tensor([[0, p, 1] for p in range(8)], dtype=torch.int32, device="cuda")
+    alone = Pairs(fc.pairs_of((8,), 8, "cuda").row_of, table, 1)
+    for _ in range(100):
+        assert same_bits(fc.product(gf.gemv_float, rows, alone, w).view, together)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, E4M3], ids=["f32", "f16", "e4m3"])
+@pytest.mark.parametrize("format", ["f32", "f16", "fp8_block", "int4_g64", "int8_g32", "nvfp4_ct", "q4_0"])
+def test_every_kind_of_row(format: str, dtype: torch.dtype) -> None:
+    w, rows = fc.on(fc.weight(format, 70, 704), "cuda"), fc.rows_of(3, 704, dtype, "cuda")
+    pairs = fc.pairs_of((2, 1), 3, "cuda")._replace(max_rows=2)
+    made = [fc.product(op, rows, pairs, w, BF16).view for op in (gf.gemv_float, gf.gemv_float_ref)]
+    assert same_bits(*made)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("format", ["bf16", "mxfp4_oss"])
+def test_no_tile_and_no_early_start_changes_a_bit(format: str, tile: FloatTile) -> None:
+    w, rows, pairs = (
+        fc.on(fc.weight(format, 70, 2304), "cuda"),
+        fc.rows_of(9, 2304, BF16, "cuda"),
+        fc.pairs_of(SIZES, 9, "cuda"),
+    )
+    bias = Bias(torch.randn(2, 70, device="cuda").half())
+    want = fc.product(gf.gemv_float_ref, rows, pairs, w, F16, bias=bias).view
+    for early in ("", "launch", "weights"):
+        assert same_bits(fc.product(gf.gemv_float, rows, pairs, w, F16, bias=bias, tile=tile, early=early).view, want)
+
+
+def test_codes_of_every_byte() -> None:
+    """Any byte is a code: the conversions know all of them, NaNs of E4M3 among them."""
+    for format in ("fp8_block", "mxfp8", "int8_g32", "int4_g32", "mxfp4_oss", "nvfp4_ct"):
+        w = fc.on(fc.weight(format, 64, 1024), "cuda")
+        draw = torch.Generator().manual_seed(3)
+        w = w._replace(data=torch.randint(256, w.data.shape, generator=draw, dtype=torch.uint8).cuda())
+        rows, pairs = fc.rows_of(4, 1024, BF16, "cuda"), fc.pairs_of((1, 2), 4, "cuda")._replace(max_rows=2)
+        assert same_bits(*(fc.product(op, rows, pairs, w).view for op in (gf.gemv_float, gf.gemv_float_ref))), format
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    n, kd, last = 8192, 8192, 32  # slot 32 starts at value 2^31
+    data = torch.zeros(last + 1, n, kd, dtype=BF16, device="cuda")
+    data[last] = torch.randn(n, kd, device="cuda").to(BF16)
+    w, x = gf.Weight(data, "bf16", kd), torch.randn(2, kd, device="cuda").to(BF16)
+    pairs = Pairs(torch.arange(2, device="cuda").int(), torch.tensor([[last, 0, 2]], device="cuda").int(), 2)
+    out = gf.gemv_float(Rows(x), pairs, w, torch.empty(2, n, device="cuda"))
+    assert nmse(out, x.float() @ data[last].float().T) <= tol("gemv/float product")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp4_oss", "int4_g64", "nvfp4_modelopt"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_the_benchmarks_layer_is_right(format: str, tokens: int) -> None:
+    shape = LayerShape("small", 2048, 768, 16, 4)
+    w = float_layer.make_layer(shape, format, 1, "cuda", oai=format == "mxfp4_oss")
+    far, wrong = float_layer.check(shape, w, tokens, tokens, "cuda")
+    assert not wrong
+    assert far <= tol("store/bf16")
+
+
+CASES = [("bf16", f) for f in fl.FORMULAS] + [("mxfp4", "oai-biases"), ("mixed", "plain")]
+FORMATS = {"bf16": ("bf16",) * 3, "mxfp4": ("mxfp4",) * 3, "mixed": ("q2_k", "int4_g64", "bf16")}
+
+
+@pytest.mark.parametrize(("named", "formula"), CASES)
+def test_layers_of_every_formula(named: str, formula: str) -> None:
+    formats = FORMATS[named]
+    cpu, x = fl.make(formats, formula), fl.rows(3).cuda()
+    stack = cpu.experts.stack  # type: ignore[union-attr]
+    biases = None if stack.biases is None else {n: getattr(stack.biases, n).cuda() for n in ("gate", "up", "down")}
+    parts = {name: q.to("cuda") for name, q in stack.parts.items()}
+    layer = MoELayer.from_tensors(cpu.spec, router=cpu.router.cuda(), biases=biases, **parts)
+    routing = layer.route(x)
+    got = layer(x, "gemv", routing=routing)
+    row = "store/bf16" if named == "bf16" else "gemv/layer"
+    assert nmse(got.out, layer(x, "reference", routing=routing).out) <= tol(row)
+    assert torch.equal(layer(x, "gemv", routing=routing, options=Options(chunk_rows=1)).out, got.out)
+    assert torch.equal(layer(x, "per_token", routing=routing).out, got.out)
