@@ -1,7 +1,8 @@
-"""The numeric choices in which 8-bit activations differ, and the layouts that fix them.
+"""The numeric choices in which 8-bit activations and integer products differ, and the layouts that fix them.
 
 A layout (`LAYOUTS`) is ggml's or DeepSeek's: how many values share a scale, the scale's dtype, which sums are kept,
-how a code is rounded. `Arithmetic` switches one choice at a time on top of it. Knows no weights.
+how a code is rounded. `Arithmetic` switches one choice at a time on top of it; of its choices `product_dtype`, `order`
+and `k_split` are a product's, and the quantisers pass them by. Knows no weights.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,9 @@ ScaleDtype = Literal["fp16", "bf16", "fp32", "e8m0"]
 SumKind = Literal["raw", "raw_all", "quantised", "none"]
 SumDtype = Literal["fp16", "bf16", "fp32"]
 Rounding = Literal["divide", "reciprocal", "multiply", "divide_even", "reciprocal_even", "multiply_even"]
+ProductDtype = Literal["integer", "int8", "fp16", "bf16", "fp32"]
+Order = Literal["blocks", "mmq", "mmvq", "pairwise", "exact"]
+OF_PRODUCTS = ("product_dtype", "order", "k_split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,20 @@ class Arithmetic:
     block       values that share a scale: 32, 64, 128 or 256
     scale_dtype what the stored scale is rounded to: "fp16", "bf16", "fp32"; for fp8 "fp32", or "e8m0": rounded up to a
                 power of two, kept as fp32. Codes come from the fp32 scale before that rounding, except with "e8m0"
+    product_dtype what a weight's float scale times its sub-block scale becomes: rounded to "fp16" (ggml's prefill arm),
+                "bf16", "fp32"; "integer": the sub-block scale multiplies the integer dot instead (its decode arm);
+                "int8": it is folded into the codes, which has the numbers of "integer" (the fast form)
     sum         what is kept for a weight's minimum: "raw" sums of the values as they came (d2s6: of 6 of every 8
                 groups), "raw_all" of all groups, "quantised" scale * sum of codes, "none"
     sum_dtype   "fp16", "bf16" or "fp32", for all but safe sums
     rounding    "divide": d = amax / top, code = x / d; "reciprocal": code = x * (1 / d) with that d; "multiply":
                 inv = top / amax, code = x * inv, d = 1 / inv. Each operation is rounded once, in fp32. Codes of int8
                 go to the nearest integer, halves away from zero, or to even with the suffix "_even"
+    order       of a product's additions: "blocks" group after group, as the lab's kernels add; "mmq" groups of 256
+                values in sequence, then those; "mmvq" over ggml's threads, then halves against halves; "pairwise";
+                "exact" in float64 with one rounding
+    k_split     runs of whole 256-value blocks (1, 2, ..) that a row is cut into, each added by itself, then their sums
+                in sequence
     safe_sum    sums of codes as int16 (at most 32 * 127), which cannot overflow as fp16 sums do past 65504; a `sum`
                 asked for alone switches them off
 
@@ -41,10 +53,13 @@ class Arithmetic:
 
     block: Block | None = None
     scale_dtype: ScaleDtype | None = None
+    product_dtype: ProductDtype | None = None
     sum: SumKind | None = None
-    sum_dtype: SumDtype | None = None
     rounding: Rounding | None = None
+    order: Order | None = None
+    k_split: int | None = None
     safe_sum: bool | None = None
+    sum_dtype: SumDtype | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
@@ -52,6 +67,8 @@ class Arithmetic:
             if value is not None and value not in known:
                 choices = ", ".join(map(repr, known))
                 raise LabError(f"Arithmetic: {name}={value!r}; it must be one of {choices}, or None.")
+        if self.k_split is not None and (type(self.k_split) is not int or self.k_split < 1):
+            raise LabError(f"Arithmetic: k_split={self.k_split!r}; it must be a whole number from 1 on, or None.")
         if self.safe_sum and self.sum not in (None, "quantised"):
             raise LabError(f"Arithmetic: safe_sum adds codes, so sum must be 'quantised' or None, got {self.sum!r}.")
 
@@ -59,6 +76,8 @@ class Arithmetic:
 _KNOWN: dict[str, tuple] = {
     "block": get_args(Block),
     "scale_dtype": get_args(ScaleDtype),
+    "product_dtype": get_args(ProductDtype),
+    "order": get_args(Order),
     "sum": get_args(SumKind),
     "sum_dtype": get_args(SumDtype),
     "rounding": get_args(Rounding),
@@ -139,7 +158,8 @@ def layout_of(name: str, changes: Arithmetic | None = None) -> ActivationLayout:
     layout = LAYOUTS[name]
     if changes is None:
         return layout
-    made = {f.name: v for f in fields(changes) if (v := getattr(changes, f.name)) is not None}
+    given = {f.name: getattr(changes, f.name) for f in fields(changes) if f.name not in OF_PRODUCTS}
+    made = {name: choice for name, choice in given.items() if choice is not None}
     if changes.safe_sum:
         made["sum"] = "quantised"
     elif changes.sum is not None and changes.safe_sum is None:

@@ -1,0 +1,94 @@
+"""int8 codes of 32 values of a weight's rows, as words: what the tensor cores multiply.
+
+A word is four neighbouring codes in an int32, and 32 values of R rows are [R, 8] of them, made of words of the raw
+block by shifts and masks that serve four codes at once; `codes_of` hands them on as int8 [R, 32] without moving a bit.
+Word indices are added to word pointers, and `max_contiguous` names them as the axis for neighbouring threads: else the
+compiler gives rows to threads, and codes are stored to shared memory byte by byte. No load gets wider by it.
+
+A sub-block scale is folded in by one integer product of the word: where codes may be negative, each byte is biased by
+128 (-0x7F7F7F80) first, so that nothing is borrowed between bytes, and the bias is taken off by an exclusive or.
+"""
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.primitives import funnel
+
+# nibbles of $1 to doubled E2M1: two byte permutations look the size up for either sign, and the sign bits choose
+_E2M1 = tl.constexpr(
+    "{ .reg .b32 s, n, t, a, b; and.b32 s, $1, 0x07070707; shr.b32 t, s, 4; or.b32 s, s, t; prmt.b32 s, s, s, 0x4420; "
+    "shl.b32 n, $1, 4; prmt.b32 n, n, n, 0xBA98; mov.b32 a, 0x03020100; mov.b32 b, 0x0C080604; prmt.b32 t, a, b, s; "
+    "mov.b32 a, 0xFDFEFF00; mov.b32 b, 0xF4F8FAFC; prmt.b32 s, a, b, s; lop3.b32 $0, n, s, t, 0xCA; }"
+)
+
+
+@jit
+def codes_of(words):
+    """int8 [R, 4 W] of int32 [R, W], lowest byte first."""
+    R: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+    return tl.reshape(tl.join(even, odd), [R, 4 * W])
+
+
+@jit
+def words_at(at, i, ALIGNED: tl.constexpr, NATIVE: tl.constexpr):
+    """Words i int32 [1, 8] of rows that start at byte pointers `at` [R, 1], multiples of ALIGNED = 4 or 2. Cut out of
+    two aligned words in the latter case: at most two bytes behind a word are read, which most blocks have; codes that
+    end their block use `last_words_at`."""
+    if ALIGNED == 4:
+        words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+        out = tl.load(tl.max_contiguous(words + i, [1, 2]))
+    else:
+        skew = at.to(tl.int64).to(tl.int32) & 2
+        words = (at - skew).to(tl.pointer_type(tl.int32), bitcast=True)
+        low, high = tl.load(tl.max_contiguous(words + i, [1, 2])), tl.load(tl.max_contiguous(words + 1 + i, [1, 2]))
+        out = funnel(low, high, tl.broadcast_to(8 * skew, low.shape), NATIVE)
+    return out
+
+
+@jit
+def last_words_at(at, i, ALIGNED: tl.constexpr):
+    """The same for multiples of ALIGNED = 2 or 1; nothing behind the words is read."""
+    if ALIGNED == 2:
+        halves = tl.max_contiguous(at.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * i, [1, 4])
+        out = tl.load(halves).to(tl.int32) | tl.load(halves + 1).to(tl.int32) << 16
+    else:
+        at = tl.max_contiguous(at + 4 * i, [1, 4])
+        low = tl.load(at).to(tl.int32) | tl.load(at + 1).to(tl.int32) << 8
+        out = low | tl.load(at + 2).to(tl.int32) << 16 | tl.load(at + 3).to(tl.int32) << 24
+    return out
+
+
+@jit
+def three_bits(words, third, up, j: tl.constexpr, scale):
+    """Less the code (-4..3) times its scale (-32..31): -128..124. `third`: bytes with the third bit at bit `up`."""
+    code = words >> (2 * j) & 0x03030303 | (third >> up & 0x01010101) << 2
+    return (scale * 0x04040404 - 0x7F7F7F80 - code * scale) ^ -0x7F7F7F80
+
+
+@jit
+def six_bits_times_4(words, top, j: tl.constexpr):
+    """4 (code - 32): nibble j // 2 of each byte under two-bit field j of `top`."""
+    return ((words >> (4 * (j // 2)) & 0x0F0F0F0F) << 2 | (top >> (2 * j) & 0x03030303) << 6) ^ -0x7F7F7F80
+
+
+@jit
+def nibbles_times_16(words, down):
+    """16 (code - 8) of the nibbles at bit `down`, 0 or 4."""
+    return (words >> down & 0x0F0F0F0F) << 4 ^ -0x7F7F7F80
+
+
+@jit
+def doubled_e2m1(words, down, NATIVE: tl.constexpr):
+    """-12..12 of the nibbles at bit `down`, 0 or 4. Plain: sizes 4 to 7 of the code's three bits add their low two and,
+    for 7, two more."""
+    nibbles = words >> down & 0x0F0F0F0F
+    if NATIVE:
+        out = tl.inline_asm_elementwise(_E2M1, "=r,r", [nibbles], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        m = nibbles & 0x07070707
+        large = m >> 2 & 0x01010101
+        size = m + (m & large * 3) + ((m & m >> 1 & large) << 1)
+        out = (size - 0x7F7F7F80 - 2 * (size & (nibbles >> 3 & 0x01010101) * 255)) ^ -0x7F7F7F80
+    return out

@@ -1,0 +1,145 @@
+"""ggml's prefill arms: int8 tensor-core products on raw blocks, activations quantised as each format asks.
+
+`mmq`: ggml's arithmetic for its GPU prefill (d4, ds4, d2s6 rows). `mmq_folded`: the scales of sub-blocks folded into
+the codes' integers, against q8_k rows: ggml's arithmetic for the CPU, which is quicker and rounds activations
+otherwise; formats without sub-block scales have nothing to fold and keep mmq's. Rows of x are quantised once, hidden
+rows once more. A row's bits depend neither on the batch nor on the tiles; torch, interpreter and GPU have the same
+products.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_lab._types import Tensor
+from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
+from moe_lab.formats import QuantTensor, quantize_activations
+from moe_lab.spec import MoESpec
+from moe_lab_kernels import grouped_gemm_operands as go
+from moe_lab_kernels import grouped_gemm_tiles as gt
+from moe_lab_kernels import mmq
+from moe_lab_kernels.mmq_operands import FOLDED, MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.mmq_ref import product_ref
+
+
+class Mmq:
+    """All rows of an expert together, up to a tile of them for each read of its weights."""
+
+    name = "mmq"
+    per_token = False
+
+    def layout(self, format: str) -> str:
+        """The layout of activations for weights of a format."""
+        return layout_for(format)
+
+    def supports(self, formats: Sequence[str], backend: str) -> str | None:
+        """Formats with ggml's integer arithmetic."""
+        missing = sorted({f for f in formats if f not in MMQ_LAYOUTS})
+        return f"it serves {', '.join(MMQ_LAYOUTS)}, not {', '.join(missing)}" if missing else None
+
+    def lacks(self, spec: MoESpec) -> str | None:
+        """Plain gated experts alone, weighed on their output."""
+        if spec.expert_bias:
+            return "expert biases"
+        if spec.weight_place != "output":
+            return f"the routing weight on the {spec.weight_place}"
+        return lacks_kernel(spec)
+
+    def experts(
+        self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
+    ) -> None:
+        """See `Arm.experts`."""
+        first, last = groups[0].first, groups[-1].first + groups[-1].rows
+        token, slot = schedule.token[first:last], schedule.slot[first:last]
+        local = [Group(g.expert, g.first - first, g.rows) for g in groups]
+        if ctx.backend == "torch":
+            y[token, slot] = self._torch_mlp(x, token, stack, local, ctx).to(y.dtype)
+            return
+        to = go.Scatter(token.to(torch.int32), slot.to(torch.int32), y.shape[1])
+        self._kernel_mlp(x, to, stack, local, ctx, y.view(-1, y.shape[-1]))
+
+    def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
+        """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
+        groups = [Group(0, 0, len(x))]
+        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        if ctx.backend == "torch":
+            return self._torch_mlp(x, rows.long(), stack, groups, ctx)
+        out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
+        self._kernel_mlp(x, go.Scatter(rows, torch.zeros_like(rows), 1), stack, groups, ctx, out)
+        return out
+
+    def rows(self, x: Tensor, format: str) -> MmqRows:
+        """x as weights of a format meet it."""
+        layout = self.layout(format)
+        made = quantize_activations(x, layout)
+        return MmqRows(made.codes, made.scale, made.total, layout)
+
+    def _kernel_mlp(
+        self, x: Tensor, to: go.Scatter, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext, out: Tensor
+    ) -> None:
+        """Down rows through the kernels, written to out where `to` says."""
+        work = _work_list(stack, groups, len(to.row), x.device)
+        ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
+        gate, up, down = (_weight(stack.part(name)) for name in ("gate", "up", "down"))
+        rows = self.rows(x, gate.format)
+        if go.alike(gate, up) is None and (ctx.spec.limit is None or ctx.spec.limit_mode == "before"):
+            how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit}
+            hidden = mmq.mmq_hidden(rows, to.row, gate, up, work, ctx.store_dtype, **how)
+        else:
+            shape = (len(to.row), gate.data.shape[1])
+            g, u = (ctx.empty(name, shape, ctx.store_dtype, x.device) for name in ("gate", "up"))
+            mmq.mmq_product(rows, to.row, gate, work, g)
+            mmq.mmq_product(rows if up.format == gate.format else self.rows(x, up.format), to.row, up, work, u)
+            hidden = activate(g, u, ctx)
+        mmq.mmq_product(self.rows(hidden, down.format), None, down, work, out, to=to)
+
+    def _torch_mlp(
+        self, x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext
+    ) -> Tensor:
+        """Down rows [P, D] of the pairs in order; each distinct row of x is quantised once for each layout."""
+        ctx.work.weight_bytes += len(groups) * stack.expert_bytes
+
+        def project(part: str, rows: MmqRows, of: Tensor | None) -> Tensor:
+            ctx.work.products += len(groups)
+            done = []
+            for g in groups:
+                span = slice(g.first, g.first + g.rows)
+                at = span if of is None else of[span]
+                picked = rows.each(lambda t, at=at: t[at])
+                done.append(product_ref(stack.matrix(part, g.expert).data, picked, stack.part(part).format))
+            return ctx.store(torch.cat(done))
+
+        gate, up = (project(part, self.rows(x, stack.part(part).format), token) for part in ("gate", "up"))
+        return project("down", self.rows(activate(gate, up, ctx), stack.down.format), None)
+
+
+class MmqFolded(Mmq):
+    """The folded form."""
+
+    name = "mmq_folded"
+
+    def layout(self, format: str) -> str:
+        """q8_k where there are sub-block scales to fold."""
+        return folded_layout(format)
+
+    def supports(self, formats: Sequence[str], backend: str) -> str | None:
+        """At least one format with scales to fold."""
+        reason = super().supports(formats, backend)
+        if reason is None and not set(formats) & set(FOLDED):
+            reason = f"none of {', '.join(sorted(set(formats)))} has sub-block scales to fold; arm 'mmq' has its bits"
+        return reason
+
+
+def _weight(q: QuantTensor) -> go.Weight:
+    return go.Weight(q.data, q.format, q.shape[-1])
+
+
+def _work_list(stack: ExpertStack, groups: Sequence[Group], pairs: int, device: torch.device) -> gt.WorkList:
+    """Tiles of as many rows as an expert has on average."""
+    tokens = gt.tokens_for(pairs, len(groups))
+    entries = [
+        (stack.slot_of[g.expert], g.first + i, min(tokens, g.rows - i))
+        for g in groups
+        for i in range(0, g.rows, tokens)
+    ]
+    return gt.WorkList(torch.tensor(entries, dtype=torch.int32, device=device).view(-1, 3), tokens)

@@ -1,0 +1,62 @@
+"""Compile the int8 grouped product, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`."""
+
+import json
+import sys
+
+import torch
+from triton.runtime import driver
+
+from moe_lab_kernels import arithmetic, backend, blocks, mmq
+from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
+from moe_lab_kernels.grouped_gemm_tiles import WorkList
+from moe_lab_kernels.mmq_operands import MmqRows
+from tests.support.compile_for_sm90 import Hopper, facts
+
+
+def variants():
+    """(name, kind, gated, rows a tile): each way of taking codes apart, once."""
+    for kind, tokens in (("q2_k-d2s6", 64), ("q3_k-d4", 16), ("q5_k-ds4", 16), ("q6_k-d4", 16), ("q4_0-ds4", 16),
+                         ("nvfp4-d4", 16), ("q3_k-q8_k", 64)):  # fmt: skip
+        yield f"{kind}-{tokens}", kind, False, tokens
+    yield "q2_k-q8_k-gated-16", "q2_k-q8_k", True, 16
+
+
+def call(kind: str, gated: bool, tokens: int) -> None:
+    """64 pairs times weights [2, 256, 2048]."""
+    format, name = kind.split("-")
+    layout, block, kd = arithmetic.LAYOUTS[name], blocks.BLOCKS[format], 2048
+    codes = torch.zeros(64, kd, dtype=torch.int8)
+    scale = torch.zeros(64, kd // layout.block, dtype=layout.scale_storage)
+    total = None
+    if layout.adds != "none":
+        total = torch.zeros(64, kd // layout.sum_group // 8 * layout.sums_kept, dtype=layout.sum_storage)
+    rows = MmqRows(codes, scale, total, name)
+    w = Weight(torch.zeros(2, 256, kd // block.values * block.bytes, dtype=torch.uint8), format, kd)
+    row, work = torch.zeros(64, dtype=torch.int32), WorkList(torch.zeros(4, 3, dtype=torch.int32), tokens)
+    out = torch.zeros(64, 256, dtype=torch.bfloat16)
+    if gated:
+        mmq.mmq_gate_up(rows, row, w, w._replace(data=w.data.clone()), work, out, limit=7.0)
+    else:
+        mmq.mmq_product(rows, row, w, work, out, to=Scatter(row, row, 1))
+
+
+def main() -> None:
+    """Prints variant -> facts of the product, and under `sides` those of the launch before it."""
+    driver.set_active(Hopper())
+    compiled = []
+
+    def compile_only(kernel, grid, *args, device, **meta):
+        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
+
+    backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
+    out = {}
+    for name, kind, gated, tokens in variants():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            call(kind, gated, tokens)
+            out[name] = facts(compiled[-1])
+            out[f"sides-{name}"] = facts(compiled[-2])
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
