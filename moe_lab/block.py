@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from moe_lab._types import Float, Float32, Tensor
-from moe_lab.arms.dense import linear
+from moe_lab.arms.dense import linear, widened
 from moe_lab.spec import MoESpec
 from moe_lab.weights import Latent, ResidualNorms, RouterWeights
 from moe_lab_kernels import router as router_kernel
@@ -33,9 +33,12 @@ def router_logits(x: Float[Tensor, "T D"], router: RouterWeights, spec: MoESpec)
 
 
 def rms_norm(x: Float[Tensor, "T D"], weight: Tensor | None, eps: float) -> Float[Tensor, "T D"]:
-    """x * rsqrt(mean x^2 + eps) * weight (the weight itself, not 1 + weight), in x's dtype."""
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * weight.to(x.dtype)
+    """x * rsqrt(mean x^2 + eps) * weight (the weight itself, not 1 + weight), in x's dtype.
+
+    The mean and its root in float64, rounded once: a row's bits then depend on no batch, however a device adds.
+    """
+    scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps).to(x.dtype)
+    return x * scale if weight is None else x * scale * weight.to(x.dtype)
 
 
 def is_plain(spec: MoESpec) -> bool:
@@ -50,36 +53,41 @@ def routed_rows(
 ) -> Float[Tensor, "T Dr"]:
     """The rows that the routed experts read; x itself where nothing stands before them."""
     if norms is not None:
-        x = store(rms_norm(x.float(), norms.routed_in, spec.norm_eps))
+        x = store(rms_norm(widened(x), norms.routed_in, spec.norm_eps))
     return x if latent is None else store(linear(x, latent.enter))
 
 
 def shared_rows(x: Float[Tensor, "T D"], spec: MoESpec, norms: ResidualNorms | None, store: Store) -> Tensor:
     """The rows that the shared expert reads."""
-    return x if norms is None else store(rms_norm(x.float(), norms.shared_in, spec.norm_eps))
+    return x if norms is None else store(rms_norm(widened(x), norms.shared_in, spec.norm_eps))
+
+
+def branch_rows(shared: Float[Tensor, "T D"], spec: MoESpec, norms: ResidualNorms | None, store: Store) -> Tensor:
+    """What the shared expert's branch hands to the sum: its rows, normed where the spec norms them."""
+    return shared if norms is None else store(rms_norm(widened(shared), norms.shared_out, spec.norm_eps))
 
 
 def leave(
-    routed: Float32[Tensor, "T Dr"],
+    routed: Float[Tensor, "T Dr"],
     shared: Float[Tensor, "T D"] | None,
     x: Float[Tensor, "T D"],
     spec: MoESpec,
     latent: Latent | None,
     norms: ResidualNorms | None,
     store: Store,
-) -> Float32[Tensor, "T D"]:
-    """The layer's output in fp32 from the weighted sum and the shared expert's rows (already gated)."""
+) -> Float[Tensor, "T D"]:
+    """The layer's output in fp32 (of float64 rows in float64) from the weighted sum and the shared branch's rows
+    (`branch_rows`, already gated)."""
     if spec.router.scale_on == "output":
         routed = routed * spec.router.scale
     if latent is not None:
-        routed = store(linear(store(routed), latent.leave)).float()
+        routed = widened(store(linear(store(routed), latent.leave)))
     if norms is not None:
         assert shared is not None
-        branch = store(rms_norm(shared.float(), norms.shared_out, spec.norm_eps)).float()
-        total = branch + store(rms_norm(routed, norms.routed_out, spec.norm_eps)).float()
-        return (x.float() + rms_norm(total, norms.out, spec.norm_eps)) * norms.layer_scalar.float()
+        total = widened(shared) + widened(store(rms_norm(routed, norms.routed_out, spec.norm_eps)))
+        return (widened(x) + rms_norm(total, norms.out, spec.norm_eps)) * norms.layer_scalar.float()
     if shared is None:
         return routed
     assert spec.shared is not None
-    total = routed + shared.float()
+    total = routed + widened(shared)
     return total / 2 if spec.shared.combine == "average" else total

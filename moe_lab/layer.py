@@ -7,22 +7,27 @@ expert cache (`streamed`); the arithmetic and its bits are the same either way.
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from moe_lab._types import Float, Float32, Int, Tensor
-from moe_lab.arms import Arm, ExpertBiases, batched_schedule, per_token_schedule
+from moe_lab.arms import Arm, ExpertBiases, ExpertStack
+from moe_lab.arms.fused import FusedStack
 from moe_lab.block import router_logits
+from moe_lab.capture import CapturedLayer, Inputs, check_capture
 from moe_lab.card import byte_size, card
+from moe_lab.checks import wants_whole
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution import Execution, Options
 from moe_lab.formats import QuantTensor
-from moe_lab.routing import ExpertPlan, Routing, choice_margin, plan, route, route_plan
+from moe_lab.routing import Routing, choice_margin, plan, route, route_plan
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.table_experts import TableExperts
 from moe_lab.threads import threads_for
 from moe_lab.timing import Timing, emit
 from moe_lab.weights import (
@@ -68,7 +73,7 @@ class MoELayer:
         self,
         spec: MoESpec,
         router: RouterWeights,
-        experts: "ResidentExperts | StreamedExperts",
+        experts: "ResidentExperts | StreamedExperts | TableExperts",
         shared: SharedWeights | None,
         *,
         latent: Latent | None = None,
@@ -96,6 +101,8 @@ class MoELayer:
         self.latent = None if latent is None else on_device(latent, experts.device)
         self.norms = None if norms is None else on_device(norms, experts.device)
         self.shared_stack = shared.stack() if shared is not None else None
+        self._fused: FusedStack | None = None
+        self.settled: dict[Any, Any] = {}
 
     @classmethod
     def from_tensors(
@@ -178,10 +185,13 @@ class MoELayer:
         logits = router_logits(x, own, self.spec)
         return choice_margin(logits, self.spec.router, correction_bias=own.correction_bias)
 
-    def _route_plan(self, x: Tensor, token_ids: Tensor | None) -> tuple[Routing, ExpertPlan]:
-        """`route` and its plan; in one launch where a kernel does both."""
-        own = self.router_weights
-        return route_plan(router_logits(x, own, self.spec), self.spec.router, token_ids=token_ids, **own.for_routing())
+    def fused_stack(self, stack: ExpertStack, everyone: int) -> FusedStack:
+        """`stack` with the shared expert behind it, as expert `everyone`; the last one made is kept."""
+        kept = self._fused
+        if kept is None or kept.routed is not stack or kept.everyone != everyone:
+            assert self.shared_stack is not None
+            kept = self._fused = FusedStack(stack, self.shared_stack, everyone)
+        return kept
 
     def __call__(
         self,
@@ -191,40 +201,103 @@ class MoELayer:
         routing: Routing | None = None,
         options: Options | None = None,
         token_ids: Int[Tensor, " T"] | None = None,
+        branch: Float[Tensor, "T D"] | None = None,
     ) -> MoEOutput:
-        """Run the layer on x [T, D]; `routing` skips the router. Raises LabError before any work when inputs
-        disagree.
+        """Run the layer on x [T, D]; `routing` skips the router, `branch` (rows from `dense_branch`) the shared expert.
+        Raises LabError before any work when inputs disagree.
         """
         options = options or Options()
         self._check_input(x, routing)
+        self._check_branch(x, branch)
         if not isinstance(options, Options):
             raise LabTypeError(f"options is a {type(options).__name__}; wanted moe_lab.Options.")
-        run = Execution(self, x.detach(), arm, options)
+        if branch is not None:
+            options = replace(options, shared="main")  # nothing is left to run beside or with the routed experts
         routed = routing is None
-        with threads_for(self._macs(x)) if run.backend == "torch" else nullcontext():
-            out, routing = self._execute(run, routing, token_ids)
-        timing = run.finish()
-        about = {"num_experts": self.spec.num_experts, "width": self.spec.router.width, "model_hash": self.model_hash}
-        emit(timing, self.number, routing, about, (lambda: self.margin(run.x)) if routed else None)
+        with Execution(self, x.detach(), arm, options) as run:
+            with threads_for(self._macs(x)) if run.backend == "torch" else nullcontext():
+                out, routing = self._execute(run, routing, token_ids, branch)
+            timing = run.finish()
+        if not run.capturing:
+            sizes = {"num_experts": self.spec.num_experts, "width": self.spec.router.width}
+            about = {**sizes, "model_hash": self.model_hash}
+            emit(timing, self.number, routing, about, (lambda: self.margin(run.x)) if routed else None)
         return MoEOutput(out, routing, timing, run.arm.name)
 
-    def _execute(self, run: Execution, routing: Routing | None, token_ids: Tensor | None) -> tuple[Tensor, Routing]:
+    def dense_branch(
+        self, x: Float[Tensor, "T D"], arm: str | Arm = "auto", options: Options | None = None
+    ) -> Float[Tensor, "T D"]:
+        """What the shared expert's branch alone gives for rows x: normed on the way in and out where the layer does so,
+        gated only if it is normed. LabError for a layer without a shared expert."""
+        self._check_input(x, None)
+        if self.shared is None:
+            raise LabError("this layer has no shared expert.")
+        with Execution(self, x.detach(), arm, replace(options or Options(), shared="main")) as run:
+            rows = run.shared()
+            return torch.empty_like(x) if rows is None else rows.clone()
+
+    def _execute(
+        self, run: Execution, routing: Routing | None, token_ids: Tensor | None, branch: Tensor | None
+    ) -> tuple[Tensor, Routing]:
+        own, logits = self.router_weights.for_routing(), None
+        run.fork()
         with run.phase("route"):
             if routing is None:
-                routing, expert_plan = self._route_plan(run.x, token_ids)
+                logits = router_logits(run.x, self.router_weights, self.spec)
+                routing, expert_plan = route_plan(logits, self.spec.router, token_ids=token_ids, **own)
             else:
-                routing = replace(routing, width=self.spec.router.width)
+                width = self.spec.router.width
+                routing = routing if routing.width == width else replace(routing, width=width)
                 expert_plan = plan(routing, self.spec.num_experts)
-            schedule = (per_token_schedule if getattr(run.arm, "per_token", False) else batched_schedule)(expert_plan)
+        if branch is None:
+            run.start_beside()
+        with run.phase("route"):
+            run.plan_work(routing, expert_plan)
+            run.verify(logits, {**own, "token_ids": token_ids})
         run.enter(routing)
-        run.experts(schedule)
+        run.experts()
         with run.phase("compute"):
-            return run.combine(routing, run.shared()), routing
+            return run.combine(routing, run.shared() if branch is None else branch), routing
+
+    def capture(
+        self,
+        tokens: int,
+        arm: str | Arm = "auto",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        routing: Routing | None = None,
+        options: Options | None = None,
+        token_ids: Int[Tensor, " T"] | None = None,
+    ) -> CapturedLayer:
+        """The call for T = `tokens` <= 8 rows of `dtype` as a CUDA graph: a callable(x) with the bits of an eager call.
+
+        Routing runs on the device inside the graph; with `routing` given, its picks are used (and may be replaced at
+        each call). `token_ids` for hash routing. LabError on a CPU, for streamed experts, and for T > 8.
+        """
+        options = options or Options()
+        tokens = wants_whole("capture's T", tokens)
+        check_capture(self, tokens, options, routing)
+        x = torch.zeros(tokens, self.spec.d_model, dtype=dtype, device=self.device)
+        self._check_input(x, routing)
+        if routing is not None:
+            routing = Routing(routing.ids.clone(), routing.weights.clone())
+        token_ids = None if token_ids is None else token_ids.to(self.device).clone()
+        return CapturedLayer(self, Inputs(x, routing, token_ids), arm, options)
 
     def _macs(self, x: Tensor) -> int:
         """Multiply-adds of one expert's product with the rows it gets on average."""
         rows = max(1, x.shape[0] * self.spec.top_k // self.spec.num_experts)
         return rows * self.spec.d_model * self.spec.d_expert
+
+    def _check_branch(self, x: Tensor, branch: Tensor | None) -> None:
+        if branch is None:
+            return
+        if self.shared is None:
+            raise LabError("branch rows were given, but this layer has no shared expert.")
+        if branch.shape != x.shape or branch.device != x.device:
+            raise LabError(
+                f"branch is {tuple(branch.shape)} on {branch.device}; wanted x's {tuple(x.shape)} on {x.device}."
+            )
 
     def _check_input(self, x: Tensor, routing: Routing | None) -> None:
         if not isinstance(x, Tensor):
@@ -262,8 +335,8 @@ class MoELayer:
         return f"MoELayer({s.family} layer {self.number}: {sizes}, {formats}, {kind} on {self.device})"
 
 
-def _biases_of(experts: "ResidentExperts | StreamedExperts") -> ExpertBiases | None:
-    return experts.stack.biases if isinstance(experts, ResidentExperts) else experts.biases
+def _biases_of(experts: "ResidentExperts | StreamedExperts | TableExperts") -> ExpertBiases | None:
+    return experts.biases if isinstance(experts, StreamedExperts) else experts.stack.biases
 
 
 __all__ = ["MoELayer", "MoEOutput", "Options", "SharedWeights"]

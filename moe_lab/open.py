@@ -29,12 +29,19 @@ from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.source import ExpertSource
 
 
-def open(path: str | os.PathLike[str], *, family: str | Family | None = None) -> "Checkpoint":
+def open(
+    path: str | os.PathLike[str],
+    *,
+    family: str | Family | None = None,
+    packed: str | os.PathLike[str] | None = None,
+) -> "Checkpoint":
     """Open a model and check it whole: a GGUF (any part of a split one), a safetensors file, its index, or the folder
-    of a Hugging Face model. `family` overrides what the file says of itself.
+    of a Hugging Face model. `family` overrides what the file says of itself. `packed`: a file that `moe-lab pack` made
+    of this model, from which layers with a `cache` stream their experts.
 
     CheckpointError for a file that is missing, broken, hostile or of a kind not read, that lacks a MoE layer which its
     settings promise, or has none that the `family` given describes. A file without MoE layers, or of an architecture
@@ -46,7 +53,7 @@ def open(path: str | os.PathLike[str], *, family: str | Family | None = None) ->
         layout = read_layout(file, chosen) if chosen is not None else None
         if family is not None and layout is None:
             _refuse_family(file, get_family(family))
-        return Checkpoint(file, layout)
+        return Checkpoint(file, layout, None if packed is None else PackedSource(packed))
     except BaseException:
         file.close()
         raise
@@ -69,8 +76,10 @@ class Checkpoint:
     give the files back; layers already built stay valid unless they stream.
     """
 
-    def __init__(self, file: TensorFile, layout: MoELayout | None) -> None:
-        self._file, self._layout = file, layout
+    def __init__(self, file: TensorFile, layout: MoELayout | None, packed: PackedSource | None = None) -> None:
+        self._file, self._layout, self._packed = file, layout, packed
+        if packed is not None:
+            packed.check_model(file.model_hash)
         self.path = file.path
         self.tensors: Mapping[str, TensorInfo] = file.tensors
         self.metadata: Mapping[str, Any] = file.metadata
@@ -162,7 +171,11 @@ class Checkpoint:
         """The experts of all layers as a cache reads them; one object a checkpoint, so that one cache can serve it."""
         self._file.check_unchanged()
         identities = {path: part.identity for path, part in self._file.parts.items()}
-        return ExpertSource.from_checkpoint(self, model_hash=self.model_hash, identities=identities)
+        in_place = ExpertSource.from_checkpoint(self, model_hash=self.model_hash, identities=identities)
+        if self._packed is None:
+            return in_place
+        self._packed.check_parts(in_place)
+        return self._packed
 
     def _layer(self, layer: int) -> LayerLayout:
         layers = self._known_layout().layers

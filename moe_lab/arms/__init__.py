@@ -6,6 +6,7 @@ from moe_lab.arms.base import (
     Arm,
     ArmContext,
     ArmExtras,
+    DeviceWork,
     ExpertBiases,
     ExpertStack,
     Group,
@@ -15,15 +16,21 @@ from moe_lab.arms.base import (
     per_token_schedule,
     waves,
 )
+from moe_lab.arms.by_rows import ByRows, Range, Table
 from moe_lab.arms.gemv import Gemv, PerToken
+from moe_lab.arms.gemv_float import has_float_products
 from moe_lab.arms.grouped import Grouped
 from moe_lab.arms.guard import blaming, check_arm, expect_reason
+from moe_lab.arms.mmq import Mmq, MmqFolded
 from moe_lab.arms.reference import Reference
 from moe_lab.arms.table import ranked
 from moe_lab.errors import LabError
 from moe_lab.spec import MoESpec
 
-ARMS: dict[str, Arm] = {a.name: a for a in (Reference(), PerToken(), Gemv(), Grouped())}
+ARMS: dict[str, Arm] = {a.name: a for a in (Reference(), PerToken(), Table(), Gemv(), Grouped(), Mmq(), MmqFolded())}
+# Which arm takes a group, by its rows. gemv_mmq: decode's arithmetic up to 8 rows, the tensor cores above.
+POLICIES: dict[str, tuple[tuple[int | None, str], ...]] = {"gemv_mmq": ((8, "gemv"), (None, "mmq"))}
+ARMS |= {name: ByRows(name, [Range(rows, ARMS[arm]) for rows, arm in row]) for name, row in POLICIES.items()}
 AUTO_ORDER = ("gemv", "reference")
 
 
@@ -37,8 +44,9 @@ def get_arm(
     where there is one, then gemv, reference.
     """
     if isinstance(arm, str) and arm == "auto":
-        order = (*(n for n in ranked(backend, formats, spec, tokens) if n in ARMS), *AUTO_ORDER)
-        return next(ARMS[n] for n in order if refusal(ARMS[n], formats, backend, spec) is None)
+        order = (*(n for n in ranked(backend, formats, spec, tokens) if n in ARMS), *_untabled(formats, backend))
+        fit = (ARMS[n] for n in order if _takes(ARMS[n], tokens))  # the nearest row may be of fewer tokens
+        return next(arm for arm in fit if refusal(arm, formats, backend, spec) is None)
     if isinstance(arm, str):
         if arm not in ARMS:
             raise LabError(f"no arm is called {arm!r}; known: auto, {', '.join(ARMS)}.")
@@ -47,7 +55,22 @@ def get_arm(
     reason = refusal(arm, formats, backend, spec)
     if reason is not None:
         raise LabError(f"arm {arm.name!r} cannot run this layer on {backend}: {reason}.")
+    if not _takes(arm, tokens):
+        most = getattr(arm, "most_tokens", None)
+        raise LabError(f"arm {arm.name!r} serves T <= {most} tokens, x has T={tokens}; arm 'gemv' has the same bits.")
     return arm
+
+
+def _takes(arm: Arm, tokens: int | None) -> bool:
+    """Whether T is within what the arm says it takes at most."""
+    most = getattr(arm, "most_tokens", None)
+    return most is None or tokens is None or tokens <= most
+
+
+def _untabled(formats: Sequence[str], backend: str) -> tuple[str, ...]:
+    """The order where no table says one. Off the GPU, products that are not of integers are the reference's: as exact
+    as those of gemv, and quicker."""
+    return AUTO_ORDER if backend == "cuda" or not has_float_products(formats) else AUTO_ORDER[::-1]
 
 
 def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None) -> str | None:
@@ -65,6 +88,6 @@ def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None
 
 
 __all__ = [
-    "ARMS", "Arm", "ArmContext", "ArmExtras", "ExpertBiases", "ExpertStack", "Group", "Schedule", "Work",
+    "ARMS", "Arm", "ArmContext", "ArmExtras", "DeviceWork", "ExpertBiases", "ExpertStack", "Group", "Schedule", "Work",
     "batched_schedule", "get_arm", "per_token_schedule", "refusal", "waves",
 ]  # fmt: skip

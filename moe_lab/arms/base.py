@@ -4,8 +4,9 @@ An arm gets rows, the experts' weights (some slots hold them) and a schedule, an
 down row. Routing, fetching and combining happen elsewhere and are the same for every arm.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,8 @@ from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor
 from moe_lab.routing import ExpertPlan
 from moe_lab.spec import MoESpec
+from moe_lab.workspace import Scratch
+from moe_lab_kernels.pointer_table import Weights
 
 
 class Group(NamedTuple):
@@ -90,6 +93,10 @@ class ExpertStack:
         """ "gate", "up" or "down", stacked over slots."""
         return getattr(self, name)
 
+    def weights(self, part: str) -> Weights:
+        """A part's raw bytes of all slots as kernels take them: [S, N, row_bytes]."""
+        return self.part(part).data
+
     def matrix(self, part: str, expert: int) -> QuantTensor:
         """One expert's matrix as raw bytes."""
         return self.part(part)[self.slot_of[expert]]
@@ -134,10 +141,28 @@ class ArmContext:
     store_dtype: torch.dtype
     chunk_rows: int = 8
     work: Work = field(default_factory=Work)
+    scratch: Scratch | None = None
+    activation: str | None = None  # what the decode arms' activations become (None: as the weight's format asks)
 
     def store(self, t: Tensor) -> Tensor:
         """Pass `t` through the stored dtype: one rounding, none when it has it already."""
         return t.to(self.store_dtype)
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised scratch from the call's workspace, live until the layer is done with what the arm wrote (fresh
+        memory where there is no workspace). LabError while `name` is in use."""
+        if self.scratch is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.scratch.take(name, shape, dtype)
+
+    @contextmanager
+    def phase(self, name: str) -> "Iterator[ArmContext]":
+        """A context whose scratch is given back at the end of the block."""
+        if self.scratch is None:
+            yield self
+            return
+        with self.scratch.phase(name) as inner:
+            yield replace(self, scratch=inner)
 
 
 @runtime_checkable
@@ -163,6 +188,9 @@ class ArmExtras(Protocol):
     per_token: bool
     """True: the schedule has a step for each token, instead of one for all."""
 
+    most_tokens: int
+    """More rows a call are refused."""
+
     def lacks(self, spec: MoESpec) -> str | None:
         """None when the arm computes this layer's expert formula (activation, clamp, biases, place of the weight), else
         what it lacks. An arm without this method vouches for itself."""
@@ -172,6 +200,29 @@ class ArmExtras(Protocol):
         """The shared expert (slot 0 of `stack`) over all rows x [T, D]: [T, D] of `ctx.store_dtype`. Without it the
         reference arm computes the shared expert."""
         ...
+
+    def fuses(self, formats: Sequence[str]) -> str | None:
+        """None when the arm takes a stack whose slots of these formats are found by address (`ExpertStack.weights`),
+        and so the shared expert as one more group; else why not. Without it the arm is refused for shared="fused"."""
+        ...
+
+    def experts_on_device(self, x: Tensor, stack: ExpertStack, work: "DeviceWork", y: Tensor, ctx: ArmContext) -> None:
+        """`experts` for groups that the host does not know: nothing is read back, so the call may be captured in a CUDA
+        graph. Without it the arm is refused for routing="device" and `MoELayer.capture`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceWork:
+    """Work whose groups only the device knows. In the plan's order, 0 for pairs in no chunk: token int32, weight fp32
+    and row int32 [P], the row of y as [T * K, D] that a pair writes. `chunks` int32 [C, 3] (slot of the stack, first
+    pair, rows), padded with entries that mean nothing. `most_rows` bounds a chunk's rows, as the host knows."""
+
+    token: Tensor
+    weight: Tensor
+    row: Tensor
+    chunks: Tensor
+    most_rows: int
 
 
 def batched_schedule(plan: ExpertPlan) -> Schedule:

@@ -18,24 +18,31 @@ ACTIVATIONS = {
 }
 
 
+def widened(t: Tensor) -> Tensor:
+    """fp32, or float64 as it is: the store points decide how exact a formula is computed."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
 def linear(x: Float[Tensor, "r Kd"], weight: Float[Tensor, "N Kd"], bias: Tensor | None = None) -> Float[Tensor, "r N"]:
-    """x weight^T (+ bias), IEEE fp32 also on CUDA, where TF32 would keep 10 bits."""
+    """x weight^T (+ bias): float64 for rows of float64, else IEEE fp32, also on CUDA, where TF32 would keep 10 bits."""
+    x = widened(x)
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        product = x.float() @ weight.float().T
+        product = x @ weight.to(x.dtype).T
     finally:
         torch.backends.cuda.matmul.allow_tf32 = previous
-    return product if bias is None else product + bias.float()
+    return product if bias is None else product + bias.to(x.dtype)
 
 
 def activate_dense(gate: Tensor | None, up: Tensor, spec: MoESpec) -> Tensor:
-    """The hidden rows [r, F] in fp32 from gate and up of any dtype; `gate` is None for experts without one."""
+    """The hidden rows [r, F] in fp32 (of float64 rows in float64) from gate and up; `gate` is None for experts without
+    one."""
     act = ACTIVATIONS[spec.activation]
-    up = up.float()
+    up = widened(up)
     if gate is None:
         return act(up)
-    gate = gate.float()
+    gate = widened(gate)
     if spec.limit is not None:
         up = up.clamp(-spec.limit, spec.limit)
         # One-sided: a clamp from below would turn silu(-50), which is 0, into silu(-limit).
@@ -52,7 +59,7 @@ def dense_mlp(x: Tensor, stack: ExpertStack, expert: int, ctx: ArmContext, weigh
     """Down rows of the stored dtype from rows x [r, D] of one expert; `weight` [r] where the spec places it inside."""
     spec = ctx.spec
     scale = None if weight is None else weight.float().unsqueeze(-1)
-    x = x.float()
+    x = widened(x)
     if scale is not None and spec.weight_place == "input":
         x = x * scale
 
@@ -63,4 +70,4 @@ def dense_mlp(x: Tensor, stack: ExpertStack, expert: int, ctx: ArmContext, weigh
     hidden = activate_dense(gate, project("up", x), spec)
     if scale is not None and spec.weight_place == "hidden":
         hidden = hidden * scale
-    return project("down", ctx.store(hidden).float())
+    return project("down", widened(ctx.store(hidden)))

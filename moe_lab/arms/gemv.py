@@ -1,4 +1,4 @@
-"""The decode arms: q8_1 activations, integer dots on raw blocks.
+"""The decode arms: q8_1 activations and integer dots on raw blocks, rows as they come on every other format.
 
 `gemv`: an expert's rows in chunks of at most 8 that share one read of its weights; prefill runs the same numbers as
 decode. `per_token`: each token alone, its own submission, the same arithmetic row by row, so the same bits.
@@ -9,18 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
-from moe_lab.arms.integer import integer_matmul
-from moe_lab.formats import FORMATS, quantize_q8_1
+from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, Schedule, activate
+from moe_lab.arms.gemv_float import is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
+from moe_lab.formats import FORMATS
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.blocks import GEMV_FORMATS
-
-# q4_0 has a kernel, but ggml's formula for it takes the raw sums of activations, and the torch path below does not
-KERNEL_FORMATS = tuple(f for f in GEMV_FORMATS if f != "q4_0")
-# Gates for which one launch up to the hidden rows beat three. H200, qwen3's shape, microseconds a layer, three launches
-# / one: q8_0 T = 1, 4, 8: 25.4, 66, 118 / 23.0, 65, 113; q2_k: 17.1, 37, 69 / 17.1, 44, 76; q4_k: 24.5, 56, 92 / 31.9,
-# 99, 176; mxfp4 T = 1: 21.5 / 25.0. The bits are the same either way.
-GATED_FORMATS = ("q8_0",)
+from moe_lab_kernels.gemv_float_steps import WALKS
 
 
 def chunk_table(
@@ -34,6 +28,32 @@ def chunk_table(
     ]
 
 
+def closed_up(groups: Sequence[Group]) -> list[Group]:
+    """The groups one after another, as if nothing lay between them."""
+    first, out = 0, []
+    for g in groups:
+        out.append(Group(g.expert, first, g.rows))
+        first += g.rows
+    return out
+
+
+_TABLES: dict[tuple[int, int, torch.device], Tensor] = {}
+MOST_TABLES = 256
+
+
+def shared_table(rows: int, chunk_rows: int, device: torch.device) -> Tensor:
+    """Chunks int32 [C, 3] of rows that all use slot 0; made once for each shape, on the device, so that neither a
+    decode step nor a capture copies from the host."""
+    key = (rows, chunk_rows, device)
+    if key in _TABLES:
+        return _TABLES[key]
+    first = torch.arange(0, rows, chunk_rows, dtype=torch.int32, device=device)
+    table = torch.stack([torch.zeros_like(first), first, (rows - first).clamp(max=chunk_rows)], 1)
+    if len(_TABLES) < MOST_TABLES and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _TABLES[key] = table  # memory of a graph being captured is the graph's own
+    return table
+
+
 class Gemv:
     """Chunks of at most 8 rows, one weight read shared within a chunk."""
 
@@ -41,22 +61,26 @@ class Gemv:
     per_token = False
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
-        """Formats with an integer form; on the GPU and in the interpreter, those with a kernel."""
-        served = KERNEL_FORMATS
-        missing = [f for f in formats if f not in served]
+        """Formats with a kernel; on the CPU also those of the user's that have an integer form."""
+        missing = [f for f in formats if f not in WALKS]
         if not missing:
             return None
         if backend == "torch" and all(_has_integers(f) for f in missing):
             return None
-        return f"it serves {', '.join(served)}, not {', '.join(sorted(set(missing)))}"
+        return f"it serves {', '.join(WALKS)}, not {', '.join(sorted(set(missing)))}"
 
     def lacks(self, spec: MoESpec) -> str | None:
-        """Plain gated experts alone, weighed on their output."""
-        if spec.expert_bias:
-            return "expert biases"
-        if spec.weight_place != "output":
-            return f"the routing weight on the {spec.weight_place}"
-        return lacks_kernel(spec)
+        """Gated experts with a clamp, biases and the routing weight anywhere."""
+        return lacks_formula(spec)
+
+    def meets(self, formats: Sequence[str], activation: str) -> str | None:
+        """None when activations of this kind meet weights of all these formats, else why not."""
+        return next((why for f in formats if (why := meets(f, activation)) is not None), None)
+
+    def fuses(self, formats: Sequence[str]) -> str | None:
+        """None when slots of these formats may be found by address, so that the shared expert can be one of them."""
+        missing = sorted({f for f in formats if f not in GEMV_FORMATS})
+        return f"{', '.join(missing)} slots are not found by address" if missing else None
 
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
@@ -66,11 +90,28 @@ class Gemv:
         token, slot = schedule.token[first:last], schedule.slot[first:last]
         chunks = chunk_table(groups, stack.slot_of, first, ctx.chunk_rows)
         ctx.work.weight_bytes += len(chunks) * stack.expert_bytes
+        weight = schedule.weight[first:last]
         if ctx.backend == "torch":
             local = [Group(g.expert, g.first - first, g.rows) for g in groups]
-            y[token, slot] = _torch_mlp(x, token, stack, local, ctx).to(y.dtype)
-        else:
-            _kernel_mlp(x, token, stack, chunks, ctx, y.view(-1, y.shape[-1]), token * y.shape[1] + slot)
+            y[token, slot] = torch_mlp(x, token, stack, local, ctx, weight).to(y.dtype)
+            return
+        table = torch.tensor(chunks, dtype=torch.int32, device=x.device).view(-1, 3)
+        most = max((rows for _, _, rows in chunks), default=1)
+        whose = None if stack.biases is None else _experts_of(groups, ctx.chunk_rows, x.device)
+        to = token * y.shape[1] + slot
+        _mlp(x, token, stack, table, most, ctx, y.view(-1, y.shape[-1]), to, weight, whose)
+
+    def experts_on_device(self, x: Tensor, stack: ExpertStack, work: DeviceWork, y: Tensor, ctx: ArmContext) -> None:
+        """See `ArmExtras.experts_on_device`; `stack` knows its slots by their own numbers."""
+        out = y.view(-1, y.shape[-1])
+        if ctx.backend != "torch":
+            _mlp(x, work.token, stack, work.chunks, work.most_rows, ctx, out, work.row, work.weight)
+            return
+        groups = [Group(s, first, rows) for s, first, rows in work.chunks.tolist() if s >= 0 and rows]
+        if groups:
+            pairs = [p for g in groups for p in range(g.first, g.first + g.rows)]
+            made = torch_mlp(x, work.token[pairs].long(), stack, closed_up(groups), ctx, work.weight[pairs])
+            out[work.row[pairs].long()] = made.to(y.dtype)
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
@@ -79,9 +120,11 @@ class Gemv:
         chunks = chunk_table(groups, stack.slot_of, 0, ctx.chunk_rows)
         ctx.work.weight_bytes += len(chunks) * stack.expert_bytes
         if ctx.backend == "torch":
-            return _torch_mlp(x, rows, stack, groups, ctx)
-        out = torch.empty(len(x), stack.down.shape[1], dtype=ctx.store_dtype, device=x.device)
-        return _kernel_mlp(x, rows, stack, chunks, ctx, out, rows)
+            return torch_mlp(x, rows, stack, groups, ctx)
+        out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
+        table = shared_table(len(x), ctx.chunk_rows, x.device)
+        with ctx.phase("shared expert") as inner:
+            return _mlp(x, rows, stack, table, min(len(x), ctx.chunk_rows), inner, out, rows)
 
 
 class PerToken(Gemv):
@@ -89,10 +132,17 @@ class PerToken(Gemv):
 
     name = "per_token"
     per_token = True
+    # each token is handed over by itself, from the host
+    fuses = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    experts_on_device = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """Row by row."""
-        return torch.cat([super(PerToken, self).shared(x[t : t + 1], stack, ctx) for t in range(len(x))])
+        rows = ctx.empty("rows by token", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
+        for t in range(len(x)):
+            with ctx.phase("row") as inner:
+                rows[t : t + 1] = super().shared(x[t : t + 1], stack, inner)
+        return rows
 
 
 def _has_integers(name: str) -> bool:
@@ -100,55 +150,59 @@ def _has_integers(name: str) -> bool:
     return f is not None and f.integer_form(torch.zeros(1, f.row_bytes(f.block), dtype=torch.uint8)) is not None
 
 
-def _torch_mlp(x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext) -> Tensor:
-    """Down rows [P, D] of the pairs in order; each distinct row of x is quantised once."""
-    rows = quantize_q8_1(x)
-    spans = [slice(g.first, g.first + g.rows) for g in groups]
+def _experts_of(groups: Sequence[Group], chunk_rows: int, device: torch.device) -> Tensor:
+    """int32 [C]: the expert of each chunk of `chunk_table`."""
+    experts = [g.expert for g in groups for _ in range(0, g.rows, chunk_rows)]
+    return torch.tensor(experts, dtype=torch.int32, device=device)
 
-    def project(part: str, rows_of) -> Tensor:
-        parts = [integer_matmul(rows_of(s), stack.integers(part, g.expert)) for g, s in zip(groups, spans, strict=True)]
-        ctx.work.products += len(parts)
-        return ctx.store(torch.cat(parts))
 
-    gate, up = (project(part, lambda s: rows[token[s]]) for part in ("gate", "up"))
-    hidden = quantize_q8_1(activate(gate, up, ctx))
-    return project("down", lambda s: hidden[s])
+def _mlp(
+    x: Tensor,
+    token: Tensor,
+    stack: ExpertStack,
+    table: Tensor,
+    most_rows: int,
+    ctx: ArmContext,
+    out: Tensor,
+    out_row: Tensor,
+    weight: Tensor | None = None,
+    bias_of: Tensor | None = None,
+) -> Tensor:
+    """The kernels' path for these formats and this formula; arguments as in `kernel_mlp`."""
+    if is_plain(stack, ctx):
+        return _kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row)
+    return kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row, weight, bias_of)
 
 
 def _kernel_mlp(
     x: Tensor,
     token: Tensor,
     stack: ExpertStack,
-    chunks: list[tuple[int, int, int]],
+    table: Tensor,
+    most_rows: int,
     ctx: ArmContext,
     out: Tensor,
     out_row: Tensor,
 ) -> Tensor:
-    """The same through the Triton kernels, written to out[out_row]: quantise, gate + up, activation, quantise, down;
-    for `GATED_FORMATS` the middle three in one launch.
+    """The same through the Triton kernels, written to out[out_row]: two launches where gate and up share a format, else
+    quantise, gate, quantise, up, activation, quantise, down. `table` int32 [C, 3] lies on the device and may be padded;
+    pairs in no chunk are left alone. Nothing is read back.
     """
-    from moe_lab_kernels import gemv, gemv_gated, lane_rows
+    from moe_lab_kernels import gemv, gemv_mlp, lane_rows
 
-    table = torch.tensor(chunks, dtype=torch.int32, device=x.device).view(-1, 3)
-    largest = 1 << max(0, max((rows for _, _, rows in chunks), default=1) - 1).bit_length()
-    gate, up, down, row_of = stack.gate, stack.up, stack.down, token.to(torch.int32)
-    own = torch.arange(len(token), dtype=torch.int32, device=x.device)
-    if gate.format == up.format and gate.format in GATED_FORMATS:
-        rows = lane_rows.quantize_lanes(x, gate.format)
-        room = lane_rows.lane_rows("gemv", (len(token), gate.shape[1]), down.format, None, x.device)
+    largest = 1 << max(0, most_rows - 1).bit_length()
+    gate, up, down = stack.gate, stack.up, stack.down
+    gates, ups, downs = (stack.weights(part) for part in ("gate", "up", "down"))
+    row_of, target = token.to(torch.int32), out_row.to(torch.int32)
+    if gate.format == up.format:
         how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "store": ctx.store_dtype}
-        more = {"out": room, "max_rows": largest, **how}
-        hidden = gemv_gated.gemv_gated(rows, row_of, gate.data, up.data, table, gate.format, **more)
-    else:
-        made = [torch.empty(len(token), q.shape[1], dtype=ctx.store_dtype, device=x.device) for q in (gate, up)]
-        rows = lane_rows.quantize_lanes(x, gate.format)
-        if gate.format == up.format:
-            to, to2 = made
-            gemv.gemv(rows, row_of, gate.data, table, gate.format, to, w2=up.data, out2=to2, max_rows=largest)
-        else:
-            gemv.gemv(rows, row_of, gate.data, table, gate.format, made[0], max_rows=largest)
-            rows = lane_rows.quantize_lanes(x, up.format)
-            gemv.gemv(rows, row_of, up.data, table, up.format, made[1], max_rows=largest)
-        hidden = lane_rows.quantize_lanes(activate(made[0], made[1], ctx), down.format)
-    target = out_row.to(torch.int32)
-    return gemv.gemv(hidden, own, down.data, table, down.format, out, out_row=target, max_rows=largest)
+        weights, formats = (gates, ups, downs), (gate.format, down.format)
+        return gemv_mlp.gemv_mlp(
+            x, row_of, *weights, table, *formats, out, target, max_rows=largest, empty=ctx.empty, **how
+        )
+    made = [ctx.empty(name, (len(token), gate.shape[1]), ctx.store_dtype, x.device) for name in ("gate", "up")]
+    own = torch.arange(len(token), dtype=torch.int32, device=x.device)
+    for q, w, to in ((gate, gates, made[0]), (up, ups, made[1])):
+        gemv.gemv(lane_rows.quantize_lanes(x, q.format), row_of, w, table, q.format, to, max_rows=largest)
+    hidden = lane_rows.quantize_lanes(activate(made[0], made[1], ctx), down.format)
+    return gemv.gemv(hidden, own, downs, table, down.format, out, out_row=target, max_rows=largest)

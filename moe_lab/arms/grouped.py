@@ -16,6 +16,7 @@ from moe_lab.spec import MoESpec
 from moe_lab_kernels import grouped_gemm as gg
 from moe_lab_kernels import grouped_gemm_operands as go
 from moe_lab_kernels import grouped_gemm_tiles as gt
+from moe_lab_kernels.gemv_float_operands import DENSE as FLOATS
 from moe_lab_kernels.grouped_gemm_steps import STEPS
 
 
@@ -57,7 +58,7 @@ class Grouped:
         if ctx.backend == "torch":
             return _torch_mlp(x, torch.arange(len(x), device=x.device), stack, groups, ctx)
         rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
-        out = torch.empty(len(x), stack.down.shape[1], dtype=ctx.store_dtype, device=x.device)
+        out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
         _kernel_mlp(x, go.Scatter(rows, torch.zeros_like(rows), 1), stack, groups, ctx, out)
         return out
 
@@ -70,7 +71,7 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 def weight_of(q: QuantTensor) -> go.Weight:
     """A stack of matrices as the kernels take it."""
     second = q.biases if q.biases is not None else q.global_scale
-    data = q.data.view(go.DENSE[q.format]) if q.format in go.DENSE else q.data
+    data = q.data.view(FLOATS[q.format]) if q.format in FLOATS else q.data
     return go.Weight(data, q.format, q.shape[-1], q.scales, second)
 
 
@@ -88,12 +89,13 @@ def _kernel_mlp(
     ctx.work.weight_bytes += len(entries) * stack.expert_bytes
     work = gt.WorkList(torch.tensor(entries, dtype=torch.int32, device=x.device).view(-1, 3), tokens)
     rows, (gate, up, down) = x.to(operand), (weight_of(stack.part(name)) for name in ("gate", "up", "down"))
-    hidden = torch.empty(pairs, gate.data.shape[1], dtype=operand, device=x.device)
+    shape = (pairs, gate.data.shape[1])
+    hidden = ctx.empty("hidden", shape, operand, x.device)
     if ctx.store_dtype == operand and go.alike(gate, up) is None:
         gelu = ctx.spec.activation == "gelu_tanh"
         gg.grouped_gate_up(rows, to.row, gate, up, work, hidden, gelu=gelu, limit=ctx.spec.limit)
     else:
-        g, u = (torch.empty_like(hidden, dtype=ctx.store_dtype) for _ in range(2))
+        g, u = (ctx.empty(name, shape, ctx.store_dtype, x.device) for name in ("gate", "up"))
         gg.grouped_product(rows, to.row, gate, work, g)
         gg.grouped_product(rows, to.row, up, work, u)
         hidden = activate(g, u, ctx).to(operand)

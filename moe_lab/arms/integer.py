@@ -16,8 +16,15 @@ from moe_lab.formats import IntegerForm, QuantRows
 BLOCK = 32
 
 
-def integer_matmul(rows: QuantRows, form: IntegerForm) -> Tensor:
-    """fp32 [r, N] from q8_1 rows [r, Kd] and an IntegerForm of [N, Kd]."""
+# Formats whose decode arithmetic shifts codes up to be unsigned and takes the shift back with the activations' own
+# sums: d * (d8 * dot - offset * s). Those sums are of unquantised values, so the result differs from the signed dot's.
+RAW_SUM_OFFSET = {"q4_0": 8}
+
+
+def integer_matmul(rows: QuantRows, form: IntegerForm, offset: int = 0) -> Tensor:
+    """fp32 [r, N] from q8_1 rows [r, Kd] and an IntegerForm of [N, Kd]; `offset`: see `RAW_SUM_OFFSET`."""
+    if offset:
+        return _with_raw_sums(rows, form, offset)
     block = min(BLOCK, form.group)  # nvfp4 has a scale for each 16 values
     a = rows.codes.float().unflatten(-1, (-1, block)).transpose(0, 1)
     d8 = rows.scale.float().T.repeat_interleave(BLOCK // block, 0).unsqueeze(-1)
@@ -27,6 +34,20 @@ def integer_matmul(rows: QuantRows, form: IntegerForm) -> Tensor:
     assert form.min_scale is not None
     halves = a.unflatten(-1, (2, -1)).sum(-1)
     return main - _scaled(halves, form.mins, d8, form, form.min_scale)
+
+
+def _with_raw_sums(rows: QuantRows, form: IntegerForm, offset: int) -> Tensor:
+    """sum_b scale[n, b] * (d8_b * dot(codes + offset) - offset * s_b), block after block."""
+    assert rows.total is not None
+    a = rows.codes.float().unflatten(-1, (-1, BLOCK)).transpose(0, 1)
+    n, blocks = form.codes.shape[0], a.shape[0]
+    dots = torch.bmm(a, (form.codes + offset).view(n, blocks, -1).permute(1, 2, 0))
+    d8, sums = (t.float().T.unsqueeze(-1) for t in (rows.scale, rows.total))
+    parts = dots.mul_(d8).sub_(sums * offset).mul_(form.scale.T.unsqueeze(1))
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total.add_(part)
+    return total
 
 
 def _scaled(a: Tensor, w: Tensor, d8: Tensor, form: IntegerForm, scale: Tensor) -> Tensor:

@@ -56,6 +56,24 @@ class FakeEvent:
                 work()
 
 
+class FakeRuntime:
+    """Page-locking: address -> bytes of what is locked; `code` is what the next locking returns."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.code = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.code == 0:
+            assert address % 4096 == nbytes % 4096 == 0
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
 class FakeCuda:
     """The names of `torch.cuda` that a device arena uses."""
 
@@ -65,16 +83,25 @@ class FakeCuda:
         self.streams = [FakeStream(1)]
         self.current = self.streams[0]
         self.free_bytes = free_bytes
+        self.runtime = FakeRuntime()
+
+    def cudart(self) -> FakeRuntime:
+        return self.runtime
 
     def new_stream(self) -> FakeStream:
         self.streams.append(FakeStream(len(self.streams) + 1))
         return self.streams[-1]
 
+    def Stream(self, device: object) -> FakeStream:
+        return self.new_stream()
+
     @contextmanager
     def stream(self, stream: FakeStream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def current_stream(self, device: object) -> FakeStream:
         return self.current

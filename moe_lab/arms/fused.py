@@ -1,0 +1,80 @@
+"""The shared expert as one more slot behind the routed experts' slots, so that one launch serves both.
+
+Its matrices lie in allocations of their own: kernels get a table of addresses instead of an arena. Nothing is copied.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_lab.arms.base import ExpertStack, Group, Schedule, lacks_kernel
+from moe_lab.formats import QuantTensor
+from moe_lab.spec import MoESpec
+from moe_lab_kernels.pointer_table import PointerTable, Weights
+
+EVERYONE = -2
+"""The shared expert's number among experts (-1 is a skipped slot)."""
+
+
+class FusedStack(ExpertStack):
+    """The slots of `routed`, and behind them slot S, expert `everyone`: the one slot of `shared`."""
+
+    def __init__(self, routed: ExpertStack, shared: ExpertStack, everyone: int = EVERYONE) -> None:
+        slots = {**routed.slot_of, everyone: len(routed.up)}
+        super().__init__(routed.parts.get("gate"), routed.up, routed.down, slots, routed.biases)
+        self.routed, self.everyone = routed, everyone
+        self._shared = shared
+        self._tables: dict[str, PointerTable] = {}
+
+    def weights(self, part: str) -> Weights:
+        """Addresses of all slots; made once, as the stack's tensors stay where they are."""
+        if part not in self._tables:
+            self._tables[part] = PointerTable.of([self.routed.part(part).data, self._shared.part(part).data])
+        return self._tables[part]
+
+    def matrix(self, part: str, expert: int) -> QuantTensor:
+        """See `ExpertStack.matrix`."""
+        return self._shared.matrix(part, 0) if expert == self.everyone else self.routed.matrix(part, expert)
+
+    def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], Any]) -> Any:
+        if expert == self.everyone:
+            return self._shared._remember(kind, part, 0, decode)
+        return self.routed._remember(kind, part, expert, decode)
+
+
+def with_everyone(schedule: Schedule, tokens: int, k: int) -> Schedule:
+    """The schedule with one more group behind the pairs of its one step: all tokens, expert `EVERYONE`, slot k of y."""
+    first, every = len(schedule.token), torch.arange(tokens, device=schedule.token.device)
+    groups = schedule.steps[0] if schedule.steps else ()
+    return Schedule(
+        torch.cat([schedule.token, every]),
+        torch.cat([schedule.slot, torch.full_like(every, k)]),
+        torch.cat([schedule.weight, torch.ones_like(every, dtype=schedule.weight.dtype)]),
+        ((*groups, Group(EVERYONE, first, tokens)),),
+    )
+
+
+def cannot_fuse(spec: MoESpec, routed: ExpertStack, shared: ExpertStack) -> str | None:
+    """Why one launch cannot serve the routed experts and the shared one; None where it can, with the same bits."""
+    assert spec.shared is not None
+    if spec.latent is not None or spec.feed_forward == "normed_residual":
+        return "the shared expert reads other rows than the routed ones"
+    if spec.shared.limit != spec.limit:
+        return f"the shared expert clamps at {spec.shared.limit}, the routed ones at {spec.limit}"
+    if spec.expert_bias:
+        return "the routed experts have biases, the shared one has none"
+    if spec.weight_place != "output":
+        return f"the routing weight stands on the {spec.weight_place}"
+    lacks = lacks_kernel(spec)
+    if lacks is not None:
+        return f"no launch that finds slots by address computes {lacks}"
+    for part, q in routed.parts.items():
+        own = shared.part(part)
+        if q.format != own.format:
+            return f"the routed experts' {part} is {q.format}, the shared expert's {own.format}"
+        if q.scales is not None:
+            return f"{q.format} keeps its scales apart, and only raw blocks have a table of addresses"
+        if q.shape[1:] != own.shape[1:] or q.data.stride()[1:] != own.data.stride()[1:]:
+            return f"the routed experts' {part} is {list(q.shape[1:])}, the shared expert's {list(own.shape[1:])}"
+    return None

@@ -1,0 +1,283 @@
+"""Decode on the GPU in all its forms: one set of bits, a hundred times over, whoever routes and wherever it runs."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import moe_lab as lab
+from moe_lab import workspace
+from moe_lab.arms import ExpertStack
+from moe_lab.arms.gemv import Gemv
+from moe_lab.branch import run_halves
+from moe_lab.errors import LabError
+from moe_lab.layer import MoELayer
+from moe_lab.stream.device_table import DeviceTable
+from moe_lab.stream.table_experts import TableExperts
+from tests.support.decode_layers import E, decode_layer, decode_rows, normed_layer, taken
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+REPEATS = 100
+LONG_CYCLES = 200_000_000  # about 100 ms: far longer than a host under load takes to queue a layer
+
+
+@functools.cache
+def layer(*formats: str) -> MoELayer:
+    return decode_layer(formats or ("q2_k", "q2_k", "q3_k"), device="cuda")
+
+
+def rows(tokens: int, seed: int = 0) -> torch.Tensor:
+    return decode_rows(tokens, seed).cuda()
+
+
+FORMS = {
+    "device": {"routing": "device"},
+    "device-checked": {"routing": "device", "verify_routing": True},
+    "side": {"shared": "side"},
+    "fused": {"shared": "fused"},
+    "device-side": {"routing": "device", "shared": "side"},
+    "device-fused": {"routing": "device", "shared": "fused"},
+    "expert-order-device": {"routing": "device", "combine_order": "expert"},
+    "fp32-stores-device-fused": {"routing": "device", "shared": "fused", "stores": "fp32"},
+    "chunks-of-3-device": {"routing": "device", "chunk_rows": 3},
+}
+PLAIN = ("combine_order", "stores")
+
+
+@functools.cache
+def host_and_main(tokens: int, seed: int, **plain):
+    return layer()(rows(tokens, seed), "gemv", options=lab.Options(**plain))
+
+
+def only_plain(form: str) -> dict:
+    return {k: v for k, v in FORMS[form].items() if k in PLAIN}
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_bits_of_host_and_main(form: str, tokens: int) -> None:
+    options = lab.Options(**FORMS[form])
+    for seed in range(REPEATS):
+        want, got = (
+            host_and_main(tokens, seed, **only_plain(form)),
+            layer()(rows(tokens, seed), "gemv", options=options),
+        )
+        assert torch.equal(got.out, want.out), seed
+        assert torch.equal(got.routing.ids, want.routing.ids)
+        assert torch.equal(got.routing.weights, want.routing.weights)
+
+
+OTHERS = [("q4_k", "q4_k", "q6_k"), ("q8_0",) * 3, ("mxfp4",) * 3, ("nvfp4",) * 3, ("bf16",) * 3, ("int4_g64",) * 3]
+
+
+@pytest.mark.parametrize("formats", OTHERS, ids="-".join)
+def test_other_formats(formats: tuple[str, ...]) -> None:
+    x, own = rows(8), layer(*formats)
+    by_address = formats[0] not in ("bf16", "int4_g64")
+    for form, how in FORMS.items():
+        if how.get("shared") == "fused" and not by_address:
+            with pytest.raises(LabError, match="not found by address"):
+                own(x, "gemv", options=lab.Options(**how))
+            continue
+        want = own(x, "gemv", options=lab.Options(**only_plain(form))).out
+        assert torch.equal(own(x, "gemv", options=lab.Options(**how)).out, want), form
+    captured = own.capture(8, "gemv", options=lab.Options(shared="side"))
+    assert torch.equal(captured(x).out, own(x, "gemv").out)
+
+
+def test_table_is_gemv_for_one_token() -> None:
+    for form in FORMS.values():
+        x = rows(1)
+        assert torch.equal(layer()(x, "table", options=lab.Options(**form)).out,
+                           layer()(x, "gemv", options=lab.Options(**form)).out)  # fmt: skip
+    with pytest.raises(LabError, match="T <= 1"):
+        layer()(rows(2), "table")
+
+
+@pytest.mark.parametrize("shared", ["main", "side", "fused"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_captured_layer_has_eager_bits_for_every_input(tokens: int, shared: str) -> None:
+    captured = layer().capture(tokens, "gemv", options=lab.Options(shared=shared))
+    for seed in range(REPEATS):
+        x = rows(tokens, seed)
+        got, want = captured(x), host_and_main(tokens, seed)
+        assert torch.equal(got.out, want.out), seed
+        assert torch.equal(got.routing.ids, want.routing.ids)
+        assert torch.equal(got.routing.weights, want.routing.weights)
+    assert got.timing.launches > 0
+    assert got.timing.compute_ms > 0
+
+
+def test_a_captured_layer_takes_other_picks_each_call() -> None:
+    own = layer()
+    x, first = rows(4), own.route(rows(4))
+    captured = own.capture(4, "gemv", routing=first)
+    for seed in range(REPEATS):
+        picks = own.route(rows(4, seed + 1))
+        assert torch.equal(captured(x, routing=picks).out, own(x, "gemv", routing=picks).out)
+    with pytest.raises(LabError, match="captured for x"):
+        captured(rows(3))
+    with pytest.raises(LabError, match=r"captured for torch\.bfloat16"):
+        captured(x.float())
+    with pytest.raises(LabError, match="captured without"):
+        own.capture(4, "gemv")(x, routing=first)
+
+
+def test_results_of_a_captured_layer_stay() -> None:
+    captured = layer().capture(1, "gemv")
+    first = captured(rows(1, 1))
+    kept = first.out.clone()
+    captured(rows(1, 2))
+    assert torch.equal(first.out, kept)
+
+
+def test_a_slot_table_is_not_captured() -> None:
+    stack = layer().experts.stack
+    table = DeviceTable.identity(E, torch.device("cuda"))
+    by_table = MoELayer(layer().spec, layer().router_weights, TableExperts(stack, table), layer().shared)
+    with pytest.raises(LabError, match="wants every expert in memory"):
+        by_table.capture(1)
+
+
+def arena(slots: int) -> tuple[ExpertStack, DeviceTable, dict[int, int]]:
+    """Every second expert in a slot of an arena that is laid out in another order."""
+    own = layer().experts.stack
+    chosen = torch.randperm(E, generator=torch.Generator().manual_seed(3))[:slots].tolist()
+    order = torch.tensor(chosen)
+    stack = ExpertStack(*(taken(own.part(name), order) for name in ("gate", "up", "down")), {})
+    held = {e: s for s, e in enumerate(chosen)}
+    return stack, DeviceTable.of(held, E, slots, torch.device("cuda")), held
+
+
+def test_through_a_slot_table_and_with_fetched_misses() -> None:
+    stack, table, held = arena(E // 2)
+    own = layer().experts.stack
+    fetched: list[int] = []
+
+    def fetch(experts) -> int:
+        for expert in experts:
+            slot, old = next((s, e) for e, s in held.items() if e not in wanted)
+            for part in ("gate", "up", "down"):
+                stack.part(part).data[slot].copy_(own.part(part).data[expert])
+            table.slot_of[old], table.slot_of[expert], table.owner[slot] = -1, slot, expert
+            del held[old]
+            held[expert] = slot
+            fetched.append(expert)
+        return len(experts) * own.expert_bytes
+
+    by_table = MoELayer(layer().spec, layer().router_weights, TableExperts(stack, table, fetch), layer().shared)
+    for seed in range(REPEATS):
+        x = rows(1 + seed % 2, seed)
+        wanted = set(layer().route(x).ids.flatten().tolist())
+        for form in ("device", "device-side"):
+            got = by_table(x, "gemv", options=lab.Options(**FORMS[form]))
+            assert torch.equal(got.out, layer()(x, "gemv").out), seed
+    assert fetched
+
+
+def test_an_error_on_the_main_path_joins_the_side_and_leaves_nothing_behind() -> None:
+    class Broken(Gemv):
+        name = "broken"
+
+        def experts(self, *args) -> None:
+            raise RuntimeError("planted")
+
+        def shared(self, x, stack, ctx):
+            torch.cuda._sleep(LONG_CYCLES)
+            return super().shared(x, stack, ctx)
+
+    own, x = layer(), rows(8)
+    want = own(x, "gemv").out
+    for seed in range(20):
+        with pytest.raises(LabError, match="planted"):
+            own(x, Broken(), options=lab.Options(shared="side"))
+        end = torch.cuda.Event()
+        end.record()
+        end.synchronize()
+        assert torch.equal(own(x, "gemv", options=lab.Options(shared="side")).out, want), seed
+
+
+class Merged(workspace.Workspace):
+    """The planted mistake: one free list for both streams."""
+
+    def pool(self, lane: str) -> str:
+        return "one"
+
+
+class Slow(Gemv):
+    """Both streams mark scratch of one size; the side one sleeps before it looks whether its mark still stands."""
+
+    name = "slow"
+
+    def experts(self, x, stack, schedule, groups, y, ctx):
+        ctx.empty("mark", (4096,), torch.float32, x.device).fill_(3.0)
+        super().experts(x, stack, schedule, groups, y, ctx)
+
+    def shared(self, x, stack, ctx):
+        made = super().shared(x, stack, ctx)
+        with ctx.phase("slow") as inner:
+            mark = inner.empty("mark", (4096,), torch.float32, x.device).fill_(7.0)
+            torch.cuda._sleep(LONG_CYCLES)
+            return torch.where((mark != 7.0).any(), float("nan"), made)
+
+
+@pytest.mark.parametrize("kind", [workspace.Workspace, Merged], ids=["own-lanes", "merged"])
+def test_side_scratch_merged_with_mains_is_overwritten_while_it_waits(kind, monkeypatch) -> None:
+    workspace.release_idle()
+    monkeypatch.setattr(workspace, "Workspace", kind)
+    x, own = rows(8), layer()
+    want = own(x, "gemv").out
+    got = own(x, Slow(), options=lab.Options(shared="side")).out
+    workspace.release_idle()
+    assert torch.equal(got, want) == (kind is workspace.Workspace)
+
+
+def test_a_repeated_shape_allocates_no_scratch() -> None:
+    workspace.release_idle()
+    x, own, options = rows(8), layer(), lab.Options(shared="side")
+    own(x, "gemv", options=options)
+    with workspace.borrowed(x.device) as one:
+        first = one.allocations
+    for _ in range(10):
+        own(x, "gemv", options=options)
+    with workspace.borrowed(x.device) as same:
+        assert same is one
+        assert same.allocations == first > 0
+
+
+def test_device_routing_reads_back_one_header_and_waits_for_nothing_else() -> None:
+    own, x = layer(), rows(8)
+    options = lab.Options(routing="device")
+    own(x, "gemv", options=options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = own(x, "gemv", options=options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert y.timing.weight_bytes > 0
+
+
+def test_nan_rows_keep_the_others_bits() -> None:
+    x = rows(8)
+    bad = x.clone()
+    bad[3] = float("nan")
+    for form in FORMS:
+        plain = lab.Options(**only_plain(form))
+        a, b = layer()(x, "gemv", options=plain).out, layer()(bad, "gemv", options=lab.Options(**FORMS[form])).out
+        keep = [0, 1, 2, 4, 5, 6, 7]
+        assert torch.equal(a[keep], b[keep]), form
+
+
+@pytest.mark.parametrize("formats", [("int8_g64", "int8_g64", "int4_g64"), ("q8_0",) * 3], ids="-".join)
+def test_dense_branch_and_routed_tail_apart(formats: tuple[str, ...]) -> None:
+    own = normed_layer(formats, device="cuda")
+    for seed in range(REPEATS // 5):
+        x = rows(7, seed)
+        want = own(x, "gemv").out
+        for branch, tail in itertools.product(("per_token", "batched"), repeat=2):
+            got = run_halves(own, x, branch=branch, tail=tail, to=[9, 2, 0, 15, 4, 7, 8])
+            assert torch.equal(got.out, want), (branch, tail, seed)
+    graph = own.capture(7, "gemv", options=lab.Options(shared="side"))
+    assert torch.equal(graph(x).out, want)
