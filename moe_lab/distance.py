@@ -1,4 +1,4 @@
-"""How far two tensors lie apart, value by value: ULP distances and histograms of distances.
+"""How far two tensors lie apart, value by value: bits, ULP distances, NMSE and histograms of distances.
 
 A frame of bins keeps a comparison of millions of values small enough for a report; `lab.plot.parity` draws it.
 Knows nothing about layers, arms or tolerances.
@@ -38,6 +38,19 @@ def ulp_distance(a: Tensor, b: Tensor) -> np.ndarray:
         return torch.where(bits < 0, torch.iinfo(whole).min - bits, bits)
 
     return (ordered(a) - ordered(b)).abs().numpy().ravel()
+
+
+def bits(t: Tensor) -> Tensor:
+    """The bit patterns as integers, so that NaN equals the same NaN; -0 counts as 0."""
+    whole = {4: torch.int32, 2: torch.int16, 8: torch.int64}[t.element_size()]
+    return (t + 0.0).contiguous().view(whole)
+
+
+def nmse(a: Tensor, b: Tensor) -> float:
+    """sum (a - b)^2 / sum b^2 in float64; 0 for two empty or two zero tensors."""
+    a, b = a.detach().double(), b.detach().double()
+    error, power = float((a - b).square().sum()), float(b.square().sum())
+    return 0.0 if error == 0 else error / power if power else float("inf")
 
 
 def error_bins(a: Tensor, b: Tensor, *, arm_a: str, arm_b: str, kind: Kind = "relative") -> "pd.DataFrame":

@@ -66,7 +66,20 @@ def _finding(pairs: "dict[str, pd.DataFrame]", kind: str) -> tuple[str, str]:
     worst, name = max((float(rows.loc[rows["count"] > 0, "bin_right"].max()), pair) for pair, rows in pairs.items())
     if worst == 0:
         return f"{', '.join(pairs)}: bit-equal in every value", ""
+    if kind == "ulp" and worst >= 2**30:  # sums that nearly cancel end on either side of zero: their count says nothing
+        middle = max(_median(rows) for rows in pairs.values())
+        title = f"{', '.join(pairs)}: half of the values lie within {middle:,.0f} ULP"
+        return title, f"Histogram of distances; the last bins are values of opposite sign. {_shares(pairs)}."
     size = f"{worst:.0f} ULP" if kind == "ulp" else f"{worst:.1e} of the rms"
+    return f"{name}: no value is more than {size} apart", f"Histogram of distances. {_shares(pairs)}."
+
+
+def _shares(pairs: "dict[str, pd.DataFrame]") -> str:
     shares = [float(r.loc[r["bin_right"] == 0, "count"].sum() / r["count"].sum()) for r in pairs.values()]
-    detail = "; ".join(f"{pair}: {share:.1%} equal" for pair, share in zip(pairs, shares, strict=True))
-    return f"{name}: no value is more than {size} apart", f"Histogram of distances. {detail}."
+    return "; ".join(f"{pair}: {share:.1%} equal" for pair, share in zip(pairs, shares, strict=True))
+
+
+def _median(rows: "pd.DataFrame") -> float:
+    """The right end of the bin in which the middle value lies."""
+    ordered = rows.sort_values("bin_right")
+    return float(ordered.loc[ordered["count"].cumsum() >= ordered["count"].sum() / 2, "bin_right"].iloc[0])

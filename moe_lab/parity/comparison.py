@@ -1,0 +1,133 @@
+"""Do two arms agree? The same rows and the same picks through each, compared value by value.
+
+Routing is fixed first, so a difference is the arithmetic's and never a flipped expert. Errors are taken against the
+layer's formula in float64 with unquantised activations.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from moe_lab._types import Float, Tensor
+from moe_lab.arms import ARMS, Arm
+from moe_lab.arms.guard import check_arm, is_own
+from moe_lab.distance import bits, nmse, ulp_distance
+from moe_lab.errors import LabError, MissingExtra
+from moe_lab.layer import MoELayer, MoEOutput, Options
+from moe_lab.parity.exact import exact_layer
+from moe_lab.parity.layer_attribution import side
+from moe_lab.parity.next_layer import NextLayer
+from moe_lab.parity.operands import Operands, first_operands
+from moe_lab.parity.report import Compared, Difference, ParityReport
+from moe_lab.parity.setting import known
+from moe_lab.routing import Routing
+from moe_lab.runs.record import Status
+
+
+def compare(
+    layer: MoELayer,
+    x: Float[Tensor, "T D"],
+    arms: Sequence[str | Arm],
+    *,
+    routing: Routing | None = None,
+    options: Options | None = None,
+    after: NextLayer | None = None,
+) -> ParityReport:
+    """Run `arms` (at least two; names or objects) on the same rows and picks. LabError for fewer, or for names
+    twice. `after`: the next layer, to count the tokens whose picks there differ.
+
+    An arm of the user's is watched: what it must write is NaN before it starts, and a row left so, a row written that
+    is not its own, or an input changed is INCORRECT in `checks`, however small the error.
+    """
+    try:
+        import pandas as pd
+    except ImportError as e:
+        raise MissingExtra("pandas", "lab", "lab.compare") from e
+    if len(arms) < 2:
+        raise LabError(f"compare wants at least two arms, got {len(arms)}.")
+    routing = layer.route(x) if routing is None else routing
+    ran: dict[str, MoEOutput] = {}
+    problems: dict[str, list[str]] = {}
+    for arm in arms:
+        y, found = _run(layer, x, arm, routing, options)
+        if y.arm in ran:
+            raise LabError(f"arm {y.arm!r} was named twice; name each arm once.")
+        ran[y.arm], problems[y.arm] = y, found
+    outputs = {name: y.out for name, y in ran.items()}
+    reference = exact_layer(layer, x, routing)
+    given = Compared(layer, x, routing, options or Options())
+    pairs = list(combinations(outputs, 2))
+    flipped = None if after is None else {p: after.flips(outputs[p[0]], outputs[p[1]]) for p in pairs}
+    table = pd.DataFrame([_pair(p, outputs, reference, flipped) for p in pairs])
+    checks = pd.DataFrame([_check(name, y, reference, problems[name]) for name, y in ran.items()])
+    flips = None if flipped is None else _stacked(flipped)
+    backend = next(reversed(ran.values())).timing.backend
+    return ParityReport(table, outputs, reference, _first_of(pairs, outputs, given), backend, checks, given, flips)
+
+
+def _run(
+    layer: MoELayer, x: Tensor, arm: str | Arm, routing: Routing, options: Options | None
+) -> tuple[MoEOutput, list[str]]:
+    """One arm's output, and what a user's arm did that it must not."""
+    from moe_lab.bench.watch import Watched  # bench goes by this room's `bits`
+
+    if isinstance(arm, str) or is_own(arm, ARMS):
+        return layer(x, arm, routing=routing, options=options), []
+    check_arm(arm, ARMS)
+    watched = Watched(arm)
+    watched.name = arm.name
+    y = layer(x.clone(), watched, routing=routing, options=options)  # the other arms get the rows as they were
+    return y, list(dict.fromkeys(watched.problems))
+
+
+def _check(name: str, y: MoEOutput, reference: Tensor, problems: list[str]) -> dict[str, object]:
+    """A row of `checks`. Rows in which the reference itself is not finite are not judged."""
+    from moe_lab.bench.check import too_far
+
+    finite = reference.isfinite().all(-1)
+    error, wrong = too_far(y.out[finite], reference[finite], "bench/layer")
+    reasons = problems or ([wrong] if wrong else [])
+    status = Status.INCORRECT if reasons else Status.PASSED
+    about = {"arm": name, "status": status.value, "nmse": error, "reason": "; ".join(reasons)}
+    return {**about, "shared_arm": y.timing.shared_arm}
+
+
+def _pair(
+    pair: tuple[str, str], outputs: dict[str, Tensor], reference: Tensor, flipped: dict[Any, Any] | None
+) -> dict[str, object]:
+    a, b = (outputs[name] for name in pair)
+    ulp, same = ulp_distance(a, b), bits(a) == bits(b)
+    return {
+        "arm_a": pair[0], "arm_b": pair[1], "bit_equal": bool(same.all()),
+        "equal_share": float(same.double().mean()) if same.numel() else 1.0,
+        "max_ulp": int(ulp.max(initial=0)), "p999_ulp": float(np.quantile(ulp, 0.999)) if ulp.size else 0.0,
+        "nmse_ab": nmse(a, b), "nmse_a": nmse(a, reference), "nmse_b": nmse(b, reference),
+        "flip_share": float("nan") if flipped is None else float(flipped[pair]["flipped"].mean()),
+    }  # fmt: skip
+
+
+def _stacked(flipped: dict[Any, Any]) -> Any:
+    import pandas as pd
+
+    return pd.concat([df.assign(arm_a=a, arm_b=b) for (a, b), df in flipped.items()], ignore_index=True)
+
+
+def _first_of(pairs: list[tuple[str, str]], outputs: dict[str, Tensor], given: Compared) -> Difference | None:
+    """The first difference of the first pair that differs, and its operands where both arms' arithmetic is known."""
+    for a, b in pairs:
+        differs = (bits(outputs[a]) != bits(outputs[b])).nonzero()
+        if len(differs):
+            token, column = (int(v) for v in differs[0])
+            values = float(outputs[a][token, column]), float(outputs[b][token, column])
+            return Difference(a, b, token, column, *values, _operands(a, b, given, token, column))
+    return None
+
+
+def _operands(a: str, b: str, given: Compared, token: int, column: int) -> Operands | None:
+    if not (known(a) and known(b)):
+        return None
+    layer, x, routing, options = given
+    sides = side(a, x, options), side(b, x, options)
+    return first_operands(layer, x, routing, options, sides, token, column)

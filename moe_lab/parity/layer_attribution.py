@@ -1,0 +1,84 @@
+"""The ten choices of a layer, attributed: which of them makes two arms' outputs differ, and which costs accuracy."""
+
+from typing import TYPE_CHECKING
+
+from moe_lab._types import Float, Tensor
+from moe_lab.emulation import emulate
+from moe_lab.formats import QuantTensor
+from moe_lab.layer import MoELayer
+from moe_lab.options import Options
+from moe_lab.parity.attribution import MOST, attribute
+from moe_lab.parity.emulated import Memo, emulate_layer
+from moe_lab.parity.exact import exact_layer
+from moe_lab.parity.setting import STORES, Mixed, Setting, choices
+from moe_lab.routing import Routing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LAYER_ROWS = 64  # of a layer's rows, enough for its averages: shares of 64 and of 512 rows agree within a tenth
+
+
+def attribute_layer(
+    layer: MoELayer,
+    x: Float[Tensor, "T D"],
+    a: str | Setting,
+    b: str | Setting,
+    *,
+    routing: Routing | None = None,
+    options: Options | None = None,
+    outputs: tuple[Tensor, Tensor] | None = None,
+    rows: int = LAYER_ROWS,
+    most: int = MOST,
+) -> "pd.DataFrame":
+    """`attribution.attribute` of sides a and b on the first `rows` rows of x: letters a to j. An arm's name is its
+    Setting under `options`; `outputs`: what the two arms made of x. LabError for an arm or a format without 8-bit
+    arithmetic."""
+    x = x[:rows]
+    routing = layer.route(x) if routing is None else _first(routing, rows)
+    side_a, side_b = side(a, x, options), side(b, x, options)
+    exact = exact_layer(layer, x, routing)
+    found = choices(side_a, side_b, formats_of(layer))
+
+    memo: Memo = {}
+
+    def run(letters: frozenset[str]) -> Tensor:
+        return emulate_layer(layer, x, routing, Mixed(side_a, side_b, letters), options=options, memo=memo)
+
+    own = None if outputs is None else (outputs[0][:rows], outputs[1][:rows])
+    return attribute(run, found, exact, outputs=own, most=most)
+
+
+def attribute_product(
+    x: Float[Tensor, "T Kd"], q: QuantTensor, a: str | Setting = "gemv", b: str | Setting = "mmq", *, most: int = MOST
+) -> "pd.DataFrame":
+    """The same for one product x q^T: letters a to g."""
+    side_a, side_b = side(a, x, None), side(b, x, None)
+    exact = x.double() @ q.dequantize().double().T
+
+    def run(letters: frozenset[str]) -> Tensor:
+        return emulate(x, q, Mixed(side_a, side_b, letters).arithmetic(q.format))
+
+    return attribute(run, choices(side_a, side_b, [q.format], "abcdefg"), exact, most=most)
+
+
+def side(arm: str | Setting, x: Tensor, options: Options | None) -> Setting:
+    """An arm's Setting as a layer runs it: store points in x's dtype unless the options say fp32."""
+    if isinstance(arm, Setting):
+        return arm
+    options = options or Options()
+    names = {dtype: name for name, dtype in STORES.items()}
+    stores = "fp32" if options.stores == "fp32" else names.get(x.dtype, "fp32")
+    return Setting(arm, stores=stores, combine_order=options.combine_order)  # type: ignore[arg-type]
+
+
+def formats_of(layer: MoELayer) -> tuple[str, ...]:
+    """Formats of the routed and the shared experts, each once."""
+    return tuple(dict.fromkeys((*layer.experts.formats, *(layer.shared.formats if layer.shared else ()))))
+
+
+def _first(routing: Routing, rows: int) -> Routing:
+    return Routing(routing.ids[:rows], routing.weights[:rows], width=routing.width)
+
+
+__all__ = ["attribute_layer", "attribute_product", "formats_of", "side"]
