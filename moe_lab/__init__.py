@@ -9,8 +9,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.interrupt import arm as _arm
+
+_arm()  # before the import that takes seconds
 # Everything here works on tensors; loading torch now keeps its 200 MB out of what opening a file seems to cost.
-import torch as _torch  # noqa: F401
+import torch as _torch  # noqa: E402, F401
 
 __version__ = "0.1.0"
 
@@ -37,11 +40,13 @@ _PUBLIC = {
     "SharedSpec": "spec:SharedSpec",
     "analysis": "analysis",
     "bench": "bench.harness:bench",
+    "caching": "caching",
     "compare": "parity:compare",
     "diff": "runs.verdict:diff",
     "errors": "errors",
     "explore": "explore",
     "hf": "hf",
+    "matmul": "matmul:matmul",
     "models": "models",
     "open": "open:open",
     "plan": "routing:plan",
@@ -80,11 +85,13 @@ __all__ = [
     "__version__",
     "analysis",
     "bench",
+    "caching",
     "compare",
     "diff",
     "errors",
     "explore",
     "hf",
+    "matmul",
     "models",
     "open",
     "plan",
@@ -102,6 +109,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from moe_lab import analysis as analysis
+    from moe_lab import caching as caching
     from moe_lab import errors as errors
     from moe_lab import explore as explore
     from moe_lab import hf as hf
@@ -114,6 +122,7 @@ if TYPE_CHECKING:
     from moe_lab.export import write_gguf
     from moe_lab.formats import FORMATS, Arithmetic, QuantTensor, quantize
     from moe_lab.layer import MoELayer, MoEOutput, Options
+    from moe_lab.matmul import matmul
     from moe_lab.open import open
     from moe_lab.parity import compare
     from moe_lab.routing import ExpertPlan, Routing, plan, route

@@ -5,6 +5,7 @@ reads no tensor: callers pass shapes and counts.
 """
 
 import html
+import json
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,11 +38,19 @@ def byte_size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def csv_link(name: str, text: str, about: str) -> str:
-    """A link that saves `text` as `name`.csv, with the text inside it; `about` follows in brackets."""
-    uri = f"data:text/csv;charset=utf-8;base64,{b64encode(text.encode()).decode('ascii')}"
-    file = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name) or 'data'}.csv"
-    return f'<a download="{file}" href="{uri}">{file}</a> ({html.escape(about)})'
+def csv_link(name: str, text: str, about: str, spec: object) -> str:
+    """Links that save `text` as `name`.csv and `spec` as `name`.json, with both inside them; `about` follows in
+    brackets."""
+    own = json.dumps(spec, indent=1, ensure_ascii=False, default=str)
+    return (
+        f"{_link(name, 'csv', 'text/csv', text)} ({html.escape(about)}; {_link(name, 'json', 'application/json', own)})"
+    )
+
+
+def _link(name: str, suffix: str, kind: str, text: str) -> str:
+    uri = f"data:{kind};charset=utf-8;base64,{b64encode(text.encode()).decode('ascii')}"
+    file = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name) or 'data'}.{suffix}"
+    return f'<a download="{file}" href="{uri}">{file}</a>'
 
 
 def spans(numbers: Iterable[int]) -> str:

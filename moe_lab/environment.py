@@ -2,11 +2,15 @@
 
 import os
 import platform
+import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def backend() -> str:
@@ -19,7 +23,7 @@ def backend() -> str:
 def environment() -> dict[str, str]:
     """Keys: moe_lab, commit, python, torch, triton, numpy, backend, device, threads, system. Never raises."""
     return {
-        "moe_lab": _version("moe-lab"),
+        "moe_lab": _version("moe-lab", sys.modules["moe_lab"].__version__),
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,11 +36,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def commit() -> str:
-    """Short commit of the source tree this package runs from, "+" after it when files differ; "none" in a wheel."""
-    root = Path(__file__).resolve().parents[1]
+def commit(root: Path = ROOT) -> str:
+    """Short commit of the source tree `root`, "+" after it when files differ; "none" in a wheel.
+
+    A copy without .git may name it in a file COMMIT: as `git describe --always --dirty=+` or `git rev-parse` print it.
+    """
     if not (root / ".git").exists():
-        return "none"
+        return _written(root)
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
@@ -45,6 +51,17 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "none"
     return found.stdout.strip()
+
+
+def _written(root: Path) -> str:
+    """What COMMIT says beside pyproject.toml, shortened as git does; "none" without it or when it is no commit."""
+    if not (root / "pyproject.toml").is_file():  # an installed package's folder is no source tree
+        return "none"
+    try:
+        found = re.match(r"([0-9a-f]{7,40})(\+?)(?:\s|$)", (root / "COMMIT").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return "none"
+    return found[1][:7] + found[2] if found else "none"
 
 
 def driver() -> str:
@@ -59,11 +76,12 @@ def driver() -> str:
     return found.splitlines()[0] if found else "unknown"
 
 
-def _version(package: str) -> str:
+def _version(package: str, otherwise: str = "not installed") -> str:
+    """What is installed; `otherwise` for a source tree on the path that nobody installed."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return otherwise
 
 
 def _device() -> str:

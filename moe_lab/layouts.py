@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.call_parts import Experts
 from moe_lab.checks import wants_whole
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
@@ -19,7 +20,7 @@ from moe_lab.formats import Planar, QuantTensor
 from moe_lab.formats import transposed as turned
 from moe_lab.open import Checkpoint
 from moe_lab.stream.cache import ExpertCache
-from moe_lab.stream.provider import ResidentExperts, StreamedExperts
+from moe_lab.stream.provider import StreamedExperts
 from moe_lab_kernels import backend
 from moe_lab_kernels.planar_layout import PIECES
 
@@ -74,7 +75,7 @@ def _expert(ckpt: Checkpoint, layer: int, expert: int) -> dict[str, QuantTensor]
         return _matrices(StreamedExperts(source, layer, cache, torch.device("cpu")), expert)
 
 
-def _matrices(experts: ResidentExperts | StreamedExperts, expert: int) -> dict[str, QuantTensor]:
+def _matrices(experts: Experts, expert: int) -> dict[str, QuantTensor]:
     """Copies, since a cache's slots are another expert's afterwards."""
     with experts.lease([expert]) as fetched:
         return {role: _copy(fetched.stack.matrix(role, expert)) for role in fetched.stack.parts}

@@ -1,13 +1,15 @@
 """`make test`: the suites that need no GPU, one summary, one exit code. Further arguments go to pytest.
 
-Three processes, since two settings hold for a whole process: the fault tests run without the annotation checks (which
-would speak before our own error messages do), and the kernel tests run with Triton's interpreter switched on.
+A process a suite, since two settings hold for a whole process: the fault tests run without the annotation checks (which
+would speak before our own error messages do), and the kernel tests run with Triton's interpreter switched on. With two
+cores or more, faults and kernels run beside the units, one thread each; what they print follows when they have ended.
 """
 
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,19 +51,27 @@ class Outcome:
     bad: bool
 
 
-def run(suite: Suite, arguments: list[str]) -> Outcome:
-    """Run one suite, its output going straight to the terminal."""
-    print(f"\n== {suite.name} ==", flush=True)
+def run(suite: Suite, arguments: list[str], *, beside: bool = False) -> Outcome:
+    """Run one suite, its output going straight to the terminal, or `beside` another: shown when it has ended."""
+    if not beside:
+        print(f"\n== {suite.name} ==", flush=True)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | suite.environment
+    if together():  # threads of one process waiting for a core that the other has make both many times slower
+        environment |= {"OMP_NUM_THREADS": "1"}
     with TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "--durations=5", f"--junitxml={counts}"]
         start = time.perf_counter()
-        code = subprocess.run(
-            [*command, *suite.options, *suite.folders, *arguments], cwd=ROOT, env=environment
-        ).returncode
+        done = subprocess.run(
+            [*command, *suite.options, *suite.folders, *arguments],
+            cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE if beside else None, stderr=subprocess.STDOUT if beside else None,
+        )  # fmt: skip
+        code = done.returncode
         seconds = time.perf_counter() - start
         totals = ElementTree.parse(counts).getroot().find("testsuite") if counts.exists() else None
+    if beside:
+        print(f"\n== {suite.name} ==\n{done.stdout}", flush=True)
     number = (
         {k: int(totals.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")} if totals is not None else {}
     )
@@ -72,8 +82,23 @@ def run(suite: Suite, arguments: list[str]) -> Outcome:
     return Outcome(number.get("tests", 0) - failed - skipped, failed, skipped, seconds, bad)
 
 
+def together() -> bool:
+    """Whether two suites may run at once."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+def run_all(arguments: list[str]) -> dict[str, Outcome]:
+    """Every suite's outcome, in the order of SUITES."""
+    first, *rest = SUITES
+    if not together():
+        return {suite.name: run(suite, arguments) for suite in SUITES}
+    with ThreadPoolExecutor(1) as pool:
+        others = [(suite.name, pool.submit(run, suite, arguments, beside=True)) for suite in rest]
+        return {first.name: run(first, arguments)} | {name: made.result() for name, made in others}
+
+
 def main() -> int:
-    outcomes = {suite.name: run(suite, sys.argv[1:]) for suite in SUITES}
+    outcomes = run_all(sys.argv[1:])
     width = max(map(len, outcomes))
     print(f"\n{'':{width}}  passed  failed  skipped  seconds")
     for name, o in outcomes.items():

@@ -8,6 +8,11 @@ for negative g. `limit` L > 0 clamps up to -L..L and, as `limit_mode` says,
     oai      gate to at most L; h = g / (1 + exp(-alpha g)) * (up + 1)
 Knows nothing about experts, routing weights or quantisation. fp32 exp differs between devices in its last bits, so the
 reference is met within the tolerance table's activation rows, not bit for bit.
+
+Measured on an H200 against the CPU, 203,776 hidden values of a trained layer: 16 % differ, by 5 ulp at most, which
+moves no q8_1 code and no scale of theirs and 4 of 6,368 fp16 sums. exp in float64, or in fp32 by a polynomial that
+adds and multiplies alone, has equal bits everywhere (4.1 million arguments) and the same time for 131,072 values; on
+8 and 134 million in bf16 it takes 29 to 34 % and 21 to 27 % more. Nothing promised needs it, so the quick exp stays.
 """
 
 import math

@@ -20,7 +20,7 @@ from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer, Options
 from moe_lab.routing import Routing
 from moe_lab.runs import Case
-from moe_lab.stream.provider import ResidentExperts
+from moe_lab.stream.provider import ResidentExperts, StreamedExperts
 from moe_lab.tolerances import tol
 
 State = Literal["cold", "warm"]
@@ -83,7 +83,8 @@ class Cell:
         """Bytes of the experts that a call hits, each once, averaged over the rotation; the shared expert with them."""
         spec, held = self.layer.spec, self.layer.experts
         own = [len(r.ids[(r.ids >= 0) & (r.ids < spec.num_experts)].unique()) for r in self.routings]
-        expert = held.stack.expert_bytes if isinstance(held, ResidentExperts) else held.source.expert_nbytes(held.layer)
+        streamed = isinstance(held, StreamedExperts)
+        expert = held.source.expert_nbytes(held.layer) if streamed else held.stack.expert_bytes
         shared = 0 if self.layer.shared_stack is None else self.layer.shared_stack.expert_bytes
         return sum(own) / len(own) * expert + shared
 

@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 the answer is "no", 2 bad input or usage, then with exactl
 import sys
 
 from moe_lab.errors import MissingExtra
+from moe_lab.interrupt import STOPPED, disarm
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,13 +14,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from moe_lab.cli.app import run_command
 
+        disarm()
         return run_command(arguments)
     except MissingExtra as e:
         return refuse(str(e))
     except ModuleNotFoundError as e:
         return refuse(f"{e.name!r} is not installed: pip install 'moe-lab[lab]'.")
     except KeyboardInterrupt:
-        return refuse("stopped.")
+        return refuse(STOPPED)
 
 
 def refuse(message: str) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from moe_lab.cli import refuse
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.interrupt import STOPPED
 
 try:
     import typer
@@ -85,6 +86,9 @@ def run(
         float | None, typer.Option(help="Stream the experts through a cache of this many GiB.")
     ] = None,
     cache_slots: Annotated[int | None, typer.Option(help="Stream the experts through this many slots.")] = None,
+    packed: Annotated[
+        Path | None, typer.Option(help="With a cache: read the experts from this file of moe-lab pack.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     recorded: Annotated[
         Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")
@@ -102,6 +106,7 @@ def run(
         arm=arm,
         cache_gib=cache_gib,
         cache_slots=cache_slots,
+        packed=packed,
         device=device,
         recorded=recorded,
     )
@@ -125,6 +130,37 @@ def trace(
 
     rows, notes = trace_rows(file, last=last, recorded=recorded, out=out, num_experts=experts, as_json=json)
     emit("trace", rows, as_json=json, title=str(file), notes=notes)
+
+
+@app.command()
+def simulate(
+    file: Annotated[Path, typer.Argument(help="A routing trace (.parquet, .csv, .npz).")],
+    capacity: Annotated[
+        str | None, typer.Option(help="Slots of the whole cache, with commas; default: a quarter of the experts.")
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="lru,random_oldest:percent=5,belady,...; default: all, and the optimum."),
+    ] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Split the slots evenly over the layers.")] = False,
+    step_tokens: Annotated[int, typer.Option(help="Tokens served together.")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="The first tokens alone; default: all.")] = None,
+    experts: Annotated[int | None, typer.Option(help="E, where the trace does not say it.")] = None,
+    with_controls: Annotated[
+        bool, typer.Option("--controls", help="Also LRU and the optimum on shuffled and drawn traces.")
+    ] = False,
+    model: Annotated[Path | None, typer.Option(help="The model's file, for the bytes of its experts.")] = None,
+    json: Json = False,
+) -> None:
+    """What an expert cache would have read on a recorded trace: hits and misses by capacity and policy."""
+    from moe_lab.cli.output import emit
+    from moe_lab.cli.simulate import simulate_rows
+
+    rows, notes = simulate_rows(
+        file, capacity=capacity, policies=policies, per_layer=per_layer, step_tokens=step_tokens, tokens=tokens,
+        experts=experts, with_controls=with_controls, model=model, as_json=json,
+    )  # fmt: skip
+    emit("simulate", rows, as_json=json, title=str(file), notes=notes)
 
 
 @app.command()
@@ -173,6 +209,35 @@ def bench(
 
 
 @app.command()
+def parity(
+    file: File,
+    layer: Annotated[str, typer.Option(help="A layer number, or all.")] = "all",
+    arms: Annotated[str, typer.Option(help="Two arms or more, with commas.")] = "gemv,mmq",
+    recorded: Annotated[
+        Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Rows; default: 512, or as many as were recorded.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Bound on nmse_ab, or NAME=NUMBER with commas; exit code 1 when one is broken.")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Also name causes and hazards (of arms gemv and mmq).")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Whether arms agree on the same rows and picks, and by how much."""
+    from moe_lab.cli.output import emit
+    from moe_lab.cli.parity import parity_rows
+
+    rows, notes, ok = parity_rows(
+        file, layer=layer, arms=arms, tokens=tokens, budget=budget, recorded=recorded, device=device, why=why,
+        as_json=json,
+    )  # fmt: skip
+    emit("parity", rows, as_json=json, ok=ok, title=f"{file}: {arms}", notes=notes)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="A saved run: the one before.")],
     b: Annotated[Path, typer.Argument(help="A saved run: the one after.")],
@@ -190,6 +255,52 @@ def diff(
     emit("diff", rows, as_json=json, ok=ok, title=f"A {a.stem}, B {b.stem}", notes=notes)
     if not ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def pack(
+    file: Annotated[Path, typer.Argument(help="A model; with --verify and without -o, a packed file.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The packed file to write.")] = None,
+    order: Annotated[str, typer.Option(help="Rows of a layer by number (layer) or by coactivation.")] = "layer",
+    trace: Annotated[Path | None, typer.Option(help="For coactivation: a routing trace of the model.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every row back and compare checksums; exit code 1 if one differs.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Copy a model's experts into one file of aligned rows, each read at once and straight into its slot."""
+    from moe_lab.cli.output import emit
+    from moe_lab.cli.pack import pack_file, verify_file
+
+    if out is None and not verify:
+        raise LabError("pack wants -o OUT, the file to write; with --verify alone it checks one that is there.")
+    rows, notes, ok = [], [], True
+    if out is not None:
+        rows, notes = pack_file(file, out, order=order, trace=trace, quiet=json)
+    if verify:
+        checked, more, ok = verify_file(file if out is None else out)
+        rows, notes = (checked if out is None else rows), [*notes, *more]
+    emit("pack", rows, as_json=json, ok=ok, title=str(file if out is None else out), notes=notes)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    path: Annotated[
+        Path | None, typer.Argument(help="A large file to read, or a folder of the disk; default: this folder.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Trials of each setting; default: 5.")] = None,
+    gib: Annotated[float | None, typer.Option(help="Size of the file written in a folder; default: 1.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few settings, small trials: a first idea.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure a disk, and copies to a GPU, as experts are read; saved for this machine and used from then on."""
+    from moe_lab.cli.calibrate import calibrate as measure
+    from moe_lab.cli.output import emit
+
+    rows, notes = measure(path, rounds=rounds, gib=gib, quick=quick, quiet=json)
+    emit("calibrate", rows, as_json=json, title="What this machine reads and copies", notes=notes)
 
 
 @app.command()
@@ -238,7 +349,7 @@ def run_command(arguments: list[str] | None) -> int:
     except (LabError, OSError) as e:
         return refuse(str(e))
     except (typer.Abort, KeyboardInterrupt):
-        return refuse("stopped.")
+        return refuse(STOPPED)
     if result == 130:  # what typer makes of Ctrl-C
-        return refuse("stopped.")
+        return refuse(STOPPED)
     return result if isinstance(result, int) else 0

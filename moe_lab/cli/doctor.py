@@ -35,6 +35,7 @@ def checks() -> list[dict[str, Any]]:
         detail = use if there else f"{use}: pip install 'moe-lab[{extra}]'"
         rows.append({"check": package, "state": "ok" if there else "absent", "detail": detail})
     rows.append(_model())
+    rows.append(_calibration())
     return rows
 
 
@@ -70,6 +71,23 @@ def _backend_text(backend: str) -> str:
         "torch": "torch: the references on the CPU",
     }
     return texts[backend]
+
+
+def _calibration() -> dict[str, Any]:
+    """What is known of the disk under this folder, which readers of experts go by."""
+    from pathlib import Path
+
+    from moe_lab.errors import LabError
+    from moe_lab.stream.calibration import load_calibration, reading_for
+
+    try:
+        surface, reading = load_calibration().disk_of(Path.cwd()), reading_for(Path.cwd())
+    except LabError as e:
+        return {"check": "disk", "state": "off", "detail": str(e)}
+    how = f"readers take {reading.threads} threads, requests of {reading.request_bytes >> 10} KiB"
+    if surface is None:
+        return {"check": "disk", "state": "absent", "detail": f"not calibrated (moe-lab calibrate): {how}"}
+    return {"check": "disk", "state": "ok", "detail": f"{surface.mount}, calibrated {surface.date}: {how}"}
 
 
 def _model() -> dict[str, Any]:

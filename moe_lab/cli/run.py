@@ -31,6 +31,7 @@ def run_layers(
     arm: str,
     cache_gib: float | None,
     cache_slots: int | None,
+    packed: Path | None = None,
     device: str,
     recorded: Path | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -39,8 +40,10 @@ def run_layers(
     """
     if tokens < 0:
         raise LabError(f"--tokens {tokens}: wanted 0 or more.")
+    if packed is not None and cache_gib is None and cache_slots is None:
+        raise LabError("--packed is where a cache reads experts: give --cache-gib or --cache-slots with it.")
     with ExitStack() as stack:
-        ckpt = open_checkpoint(file)
+        ckpt = open_checkpoint(file, packed=packed)
         numbers = layer_numbers(ckpt, layer)
         assert ckpt.spec is not None
         rows = Inputs(file, ckpt.spec.d_model, tokens, recorded)

@@ -7,8 +7,11 @@ remember the frame: `save` writes picture, data and settings; `table` and `to_la
 
 from moe_lab.plots.batching import batching
 from moe_lab.plots.bench import bench
+from moe_lab.plots.cache import miss_ratio, policies, stack_distance
+from moe_lab.plots.cost import bounds, cost_check, what_if
 from moe_lab.plots.cost_curves import cost, parts
 from moe_lab.plots.parity import parity
+from moe_lab.plots.parity_causes import attribution, error_map
 from moe_lab.plots.phases import phases
 from moe_lab.plots.routing import load
 from moe_lab.plots.routing_curves import next_layer, reuse, union
@@ -22,26 +25,34 @@ from moe_lab.plots.table import Table, table, to_latex
 
 __all__ = [
     "Table",
+    "attribution",
     "batching",
     "bench",
+    "bounds",
     "coactivation",
     "cost",
+    "cost_check",
     "describe",
+    "error_map",
     "flips",
     "load",
+    "miss_ratio",
     "next_layer",
     "parity",
     "parts",
     "phases",
     "png",
+    "policies",
     "reuse",
     "runs",
     "save",
     "skew",
+    "stack_distance",
     "style",
     "table",
     "to_latex",
     "union",
+    "what_if",
 ]
 
 

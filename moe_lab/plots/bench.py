@@ -1,12 +1,14 @@
 """Arms side by side in one benchmark: median times with their spread, the floor, and other engines' recorded times.
 
-Draws `lab.bench`. A wrong result has no bar but its word, so that nobody compares its speed.
+Draws `lab.bench`, or saved runs of it (`lab.runs`), a laptop's beside a GPU's. A wrong result has no bar but its word,
+so that nobody compares its speed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import LabError
 from moe_lab.plots.figure import remembers
+from moe_lab.plots.runs import letter
 from moe_lab.plots.style import OKABE_ITO, Axes, describe, need_columns, new_axes, si, style, ticker
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "model", "tokens", "state", "arm", "format", "status", "unit", "n", "p20", "p50", "p80", "floor", "predicted",
-    "source", "device",
+    "device",
 )  # fmt: skip
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _HATCH = {"cold": "", "warm": "...", "": ""}
@@ -25,9 +27,10 @@ _MOST_BARS = 48
 def bench(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Horizontal bars of the median time on a log axis, one an (arm, case, state), grouped by case.
 
-    `df`: a frame of `lab.bench` (columns COLUMNS). Whiskers run from the 20th to the 80th percentile; black ticks are
-    the floors, diamonds the predictions; recorded rows are grey and hatched; a row that was not timed says its status.
-    LabError for more than 48 rows: select some first.
+    `df`: a frame of `lab.bench` or of `lab.runs` (columns COLUMNS; several runs are told apart by letters that the alt
+    text explains; `source` "recorded" marks other engines' rows). Whiskers run from the 20th to the 80th percentile;
+    black ticks are the floors, diamonds the predictions; recorded rows are grey and hatched; a row that was not timed
+    says its status. LabError for more than 48 rows: select some first.
     """
     need_columns(df, COLUMNS, "bench")
     if len(df) > _MOST_BARS:
@@ -61,9 +64,12 @@ def bench(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
 
 def _ordered(df: "pd.DataFrame") -> list[dict[str, Any]]:
     """Rows with times in microseconds, case by case in order of appearance, recorded ones last in theirs."""
-    found = df.to_dict("records")
+    found = df.assign(**{name: "measured" for name in ("source",) if name not in df}).to_dict("records")
     cases = {case: i for i, case in enumerate(dict.fromkeys(_case(r) for r in found))}
+    letters = _letters(found)
+    arms = {arm: i for i, arm in enumerate(dict.fromkeys((r["arm"], r["state"]) for r in found))}
     for r in found:
+        r["letter"] = letters.get(r.get("run"), "")
         factor = _SECONDS.get(r["unit"])
         if factor is None:
             raise LabError(f"lab.plot.bench draws times, got a row in {r['unit']!r}.")
@@ -72,7 +78,17 @@ def _ordered(df: "pd.DataFrame") -> list[dict[str, Any]]:
             for name in ("p20", "p50", "p80", "floor", "predicted")
             if r[name] == r[name]
         }
-    return sorted(found, key=lambda r: (cases[_case(r)], r["source"] == "recorded"))
+
+    def place(r: dict[str, Any]) -> tuple:
+        return cases[_case(r)], r["source"] == "recorded", arms[r["arm"], r["state"]] if letters else 0
+
+    return sorted(found, key=place)
+
+
+def _letters(rows: list[dict[str, Any]]) -> dict[Any, str]:
+    """Run -> A, B, ...; empty for one run or none."""
+    runs = list(dict.fromkeys(r["run"] for r in rows if r.get("run") == r.get("run") and "run" in r))
+    return {run: letter(i) for i, run in enumerate(runs)} if len(runs) > 1 else {}
 
 
 def _case(r: dict[str, Any]) -> tuple:
@@ -107,18 +123,21 @@ def _bar(axes: Axes, place: int, row: dict[str, Any]) -> None:
     if "p20_us" in row and "p80_us" in row:
         axes.plot([row["p20_us"], row["p80_us"]], [place, place], color="black", linewidth=1.0)
     end = max(row["p50_us"], row.get("p80_us", 0.0), row.get("floor_us", 0.0))
-    shown = f"{row['p50_us']:.3g}" if row["p50_us"] < 1000 else f"{row['p50_us']:,.0f}"
-    axes.annotate(f" {shown}", (end, place), va="center", fontsize=8)
+    axes.annotate(f" {_digits(row['p50_us'])}", (end, place), va="center", fontsize=8)
     if row.get("predicted_us", 0.0) > 0:
         axes.plot(row["predicted_us"], place, marker="D", markersize=4.5, color="white", markeredgecolor="black")
     if row.get("floor_us", 0.0) > 0:
         axes.plot([row["floor_us"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.6)
 
 
+def _digits(us: float) -> str:
+    return f"{us:.3g}" if us < 1000 else f"{us:,.0f}"
+
+
 def _label(r: dict[str, Any]) -> str:
     mark = " (recorded)" if r["source"] == "recorded" else ""
     state = f" · {r['state']}" if r["state"] and not mark else ""
-    return f"{r['arm']}{mark}{state}"
+    return f"{r['letter']}{' · ' * bool(r['letter'])}{r['arm']}{mark}{state}"
 
 
 def _separate(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -138,10 +157,13 @@ def _separate(axes: Axes, rows: list[dict[str, Any]]) -> None:
 def _finding(timed: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[str, str]:
     """Fastest against slowest measured arm in the first case that has two, cold if there is such a state."""
     where = ", ".join(dict.fromkeys(r["device"] for r in rows if r["source"] == "measured"))
+    several = dict.fromkeys(f"{r['letter']}: {r['run']} on {r['device']}" for r in rows if r["letter"])
     wrong = [f"{r['arm']} {r['status']}" for r in rows if r["status"] != "PASSED"]
     detail = f"Bars for {len(timed)} timed rows" + (
         f"; without a time: {', '.join(dict.fromkeys(wrong))}." if wrong else "."
     )
+    if several:
+        return _across(timed), f"{detail} {'; '.join(several)}."
     for first in timed:
         same = [
             r for r in timed if _case(r) == _case(first) and r["state"] == first["state"] and r["source"] == "measured"
@@ -156,3 +178,14 @@ def _finding(timed: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[s
     if timed:
         return f"{timed[0]['arm']} takes {timed[0]['p50_us']:.3g} µs at T = {int(timed[0]['tokens'])} ({where})", detail
     return f"Nothing was timed ({where})", detail
+
+
+def _across(timed: list[dict[str, Any]]) -> str:
+    """The first measurement that two runs share, in both."""
+    for first in timed:
+        key = (*_case(first), first["arm"], first["state"])
+        same = {r["letter"]: r for r in timed if (*_case(r), r["arm"], r["state"]) == key and r["letter"]}
+        if len(same) > 1:
+            times = ", ".join(f"{name} {_digits(r['p50_us'])} µs ({r['device']})" for name, r in same.items())
+            return f"{first['arm']} at T = {int(first['tokens'])}: {times}"
+    return f"{', '.join(dict.fromkeys(r['letter'] for r in timed))} have no timed measurement in common"

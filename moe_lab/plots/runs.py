@@ -58,14 +58,14 @@ def _one(df: "pd.DataFrame", column: str) -> str:
     return str(values[0])
 
 
-def _letter(number: int) -> str:
+def letter(number: int) -> str:
     """A, B, ..., Z, then 27, 28, ...: labels of runs are too long for a title."""
     return chr(ord("A") + number) if number < 26 else str(number + 1)
 
 
 def _legend(number: int, run: Any, group: "pd.DataFrame") -> str:
     return " · ".join(
-        [f"{_letter(number)}: {run}", *(", ".join(dict.fromkeys(group[name])) for name in ("device", "backend"))]
+        [f"{letter(number)}: {run}", *(", ".join(dict.fromkeys(group[name])) for name in ("device", "backend"))]
     )
 
 
@@ -125,7 +125,7 @@ def _finding(df: "pd.DataFrame", rows: "pd.Series", unit: str) -> tuple[str, str
     detail = f"{len(good)} medians of {df['run'].nunique()} runs in {rows.nunique()} rows"
     detail += f"; {lost} did not pass." if lost else "."
     both = table.dropna()
-    letters = {run: _letter(number) for number, run in enumerate(df["run"].unique())}
+    letters = {run: letter(number) for number, run in enumerate(df["run"].unique())}
     if len(letters) == 1:
         best = good.loc[good["p50"].idxmin()] if len(good) else None
         return ("nothing passed" if best is None else f"{best['arm']} has the least: {best['p50']:.3g} {unit}"), detail

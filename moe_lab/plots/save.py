@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.environment import environment
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.plots.figure import Drawn, drawn, plain
-from moe_lab.plots.style import Axes, Figure, LabFigure, mpl, style
+from moe_lab.plots.style import Axes, Figure, LabFigure, mpl, style, unmoved
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,7 +93,7 @@ def _csv_paths(base: Path, notes: list[Drawn]) -> list[Path]:
 
 
 def _write_pdf(figure: Figure, path: Path) -> None:
-    with style(), mpl.rc_context(_PDF):
+    with style(), unmoved(figure), mpl.rc_context(_PDF):
         figure.savefig(path, format="pdf", metadata=_NO_DATE, bbox_inches="tight")
 
 

@@ -1,4 +1,6 @@
-"""The "data" link under a figure of a report: its frame as CSV inside the page, so it works with the network off."""
+"""The "data" links under a figure of a report: its frame as CSV and what was drawn of it as JSON, inside the page, so
+that they work with the network off.
+"""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -8,7 +10,7 @@ from moe_lab.card import FIGURE_MIME, csv_link
 
 
 def data_links(output: Any) -> str:
-    """HTML under a picture: a link a panel that carries data; "" for a figure that carries none.
+    """HTML under a picture: links for each panel that carries data; "" for a figure that carries none.
 
     The bundle comes out of a notebook, so perhaps from a stranger: every text is escaped, every name is made plain.
     """
@@ -25,4 +27,5 @@ def _link(panel: Mapping[str, Any]) -> str:
     about = f"{panel.get('rows', '?')} rows: {', '.join(map(str, panel.get('columns') or ()))}"
     if not isinstance(text, str):
         return html.escape(f"{name} has {about}; too large for a page, lab.plot.save writes it")
-    return csv_link(name, text, about)
+    spec = {key: panel.get(key) for key in ("plot", "options", "rows", "columns")}
+    return csv_link(name, text, about, spec)

@@ -22,6 +22,9 @@ _TIME = re.compile(
     r"|per_s\b|/s\b|\b(?:time|seconds|latency)\b",
     re.I,
 )
+# Columns of records and of comparisons whose numbers are in the unit that the row names, or come of such numbers.
+_MEASURED = re.compile(r"(?:p\d\d|iqr|floor|predicted|n)(?:_[ab])?|ratio(?:_low|_high)?")
+_TIME_UNIT = re.compile(r"(?:ns|us|µs|ms|s)|.+/s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ def _html_tables(markup: str) -> list[list[tuple[str, str, str]]]:
 def _html_table(table: Any) -> list[tuple[str, str, str]]:
     rows = _grid(table)
     heads = [row for row in rows if all(is_head for _, is_head in row)]
+    unit_at = next((i for head in heads for i, (text, _) in enumerate(head) if text == "unit"), None)
     entries = []
     for row in rows:
         values = [i for i, (_, is_head) in enumerate(row) if not is_head]
@@ -101,11 +105,19 @@ def _html_table(table: Any) -> list[tuple[str, str, str]]:
         labels = [text for text, is_head in row if is_head and text]
         if not labels:
             labels, values = [row[values[0]][0]], values[1:]  # no index: the first column names the row
+        unit = row[unit_at][0] if unit_at is not None and unit_at < len(row) else ""
         for i in values:
             above = dict.fromkeys(head[i][0] for head in heads if i < len(head) and head[i][0])
             if _parse(row[i][0]) is not None:
-                entries.append((" / ".join(labels), " / ".join(above), row[i][0]))
+                entries.append((" / ".join(labels), _with_unit(" / ".join(above), unit), row[i][0]))
     return entries
+
+
+def _with_unit(column: str, unit: str) -> str:
+    """ "p50" of a row whose unit is ms as "p50 (ms)", a ratio of such numbers as "ratio (of time)"."""
+    if not _MEASURED.fullmatch(column) or not _TIME_UNIT.fullmatch(unit):
+        return column
+    return f"{column} ({unit})" if column[0] in "pif" else f"{column} (of time)"
 
 
 def _grid(table: Any) -> list[list[tuple[str, bool]]]:

@@ -179,7 +179,7 @@ FORMULAS = {
     "activation 'relu2'": {"activation": "relu2"},
     "experts without a gate": {"gated": False},
     "limit_mode 'oai'": {"limit_mode": "oai"},
-    "limit_mode 'after'": {"limit_mode": "after", "limit": 1e-3},
+    "limit_mode 'after'": {"limit_mode": "after", "limit": 0.02},
     "routing weight on the input": {"weight_place": "input"},
     "routing weight on the hidden": {"weight_place": "hidden"},
 }
@@ -195,15 +195,22 @@ def odd_layer(**change) -> MoELayer:
     return MoELayer.from_tensors(spec, router=normal(E, D), biases=biases, **parts)
 
 
-@pytest.mark.parametrize("arm", ["gemv", "per_token"])
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_an_arm_refuses_a_formula_by_name_and_auto_takes_another(formula: str, arm: str) -> None:
-    own, x = odd_layer(**FORMULAS[formula]), normal(3, D)
+DECODED = ("activation 'relu2'", "experts without a gate")  # what the decode arms lack; `grouped` lacks all of them
+
+
+@pytest.mark.parametrize(("arm", "formula"), [(arm, f) for arm in ("gemv", "per_token") for f in DECODED]
+                         + [("grouped", f) for f in FORMULAS])  # fmt: skip
+def test_an_arm_refuses_a_formula_by_name(formula: str, arm: str) -> None:
     with pytest.raises(LabError, match=rf"{arm}.*{formula}"):
-        own(x, arm)
+        odd_layer(**FORMULAS[formula])(normal(3, D), arm)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_auto_takes_an_arm_that_has_the_formula(formula: str) -> None:
+    own, x = odd_layer(**FORMULAS[formula]), normal(3, D)
     y = own(x)
-    assert y.arm == "reference"
-    assert y.out.isfinite().all()
+    assert y.arm == ("reference" if formula in DECODED else "gemv")
+    assert close(y.out, own(x, "reference").out, y.arm)
 
 
 def test_a_formula_changes_the_result() -> None:

@@ -9,8 +9,15 @@ import torch
 
 import moe_lab as lab
 from moe_lab.activations import Inputs
+from moe_lab.arms import ExpertStack
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
+from moe_lab_kernels import combine
+from moe_lab_kernels.activation import swiglu_ref
+from moe_lab_kernels.gemv import gemv_ref
+from moe_lab_kernels.lane_rows import quantize_lanes_ref
+from moe_lab_kernels.quantize_rows import quantize_q8_1_ref
+from tests.support import layer_steps as steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 MODEL = Path(__file__).resolve().parents[2] / "data" / "lab-42m.gguf"
@@ -27,17 +34,77 @@ def rows() -> torch.Tensor:
     return Inputs(MODEL, 256, 512).layer(LAYER)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gemv_kernels_agree_with_the_torch_path(ckpt, rows, dtype) -> None:
+def picks_for_both(ckpt, x: torch.Tensor) -> tuple[lab.Routing, lab.Routing]:
+    """The GPU's picks, there and here. The CPU's own differ at near ties alone: sums in float64 instead of fp32."""
+    there = ckpt.layer(LAYER, device="cuda").route(x.cuda())
+    own = ckpt.layer(LAYER).route(x)
+    assert (there.ids.cpu().sort(-1).values == own.ids.sort(-1).values).all(-1).float().mean() > 0.99
+    return there, lab.Routing(there.ids.cpu(), there.weights.cpu())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, "store/bf16"), (torch.float16, "store/bf16")], ids=["bf16", "fp16"]
+)
+def test_gemv_kernels_agree_with_the_torch_path(ckpt, rows, dtype: torch.dtype, bound: str) -> None:
     x = rows[:199].to(dtype)
-    here = ckpt.layer(LAYER)
-    on_gpu = ckpt.layer(LAYER, device="cuda")(x.cuda(), "gemv")
-    on_cpu = here(x, "gemv", routing=lab.Routing(on_gpu.routing.ids.cpu(), on_gpu.routing.weights.cpu()))
+    there, here = picks_for_both(ckpt, x)
+    on_gpu = ckpt.layer(LAYER, device="cuda")(x.cuda(), "gemv", routing=there)
     assert on_gpu.timing.backend == "cuda"
-    # another order of addition in the router's product: sums in fp32 there, in float64 here
-    picks = here.route(x)
-    assert (on_gpu.routing.ids.cpu().sort(-1).values == picks.ids.sort(-1).values).all(-1).float().mean() > 0.99
-    assert nmse(on_gpu.out.cpu(), on_cpu.out) <= tol("gemv/emulation" if dtype == torch.float32 else "store/bf16")
+    assert nmse(on_gpu.out.cpu(), ckpt.layer(LAYER)(x, "gemv", routing=here).out) <= tol(bound)
+
+
+def stacks(ckpt, which: str) -> tuple[ExpertStack, ExpertStack]:
+    there, here = ckpt.layer(LAYER, device="cuda"), ckpt.layer(LAYER)
+    return (there.experts.stack, here.experts.stack) if which == "routed" else (there.shared_stack, here.shared_stack)
+
+
+@pytest.mark.parametrize("which", ["routed", "shared"])
+def test_each_step_in_fp32_is_sharp_on_the_same_input(ckpt, rows, which: str) -> None:
+    """Bits where both sides add alike (a launcher and its reference, quantisation, the sum over slots); the emulation's
+    bound where only the order of fp32 sums differs; the activation's where only exp does."""
+    x, (there, here) = rows[:199], stacks(ckpt, which)
+    picks, _ = picks_for_both(ckpt, x)
+    pairs = steps.pairs_of(ckpt.layer(LAYER), picks if which == "routed" else None, len(x))
+    gpu, cpu = steps.by_kernels(there, x.cuda(), pairs), steps.by_torch(here, x, pairs)
+    rows_of_x = quantize_lanes_ref(x.cuda(), there.gate.format)
+    for part in ("gate", "up"):
+        got = getattr(gpu, part)
+        assert torch.equal(got, steps.kernel_product(there, part, rows_of_x, pairs.token, pairs, by=gemv_ref)), part
+        assert nmse(got.cpu(), getattr(cpu, part)) <= tol("gemv/emulation"), part
+    want = swiglu_ref(gpu.gate.cpu(), gpu.up.cpu())
+    assert ((gpu.h.cpu() - want).abs() <= tol("activation/f32") * (want.abs() + 1e-30)).all()
+    assert nmse(gpu.h.cpu(), cpu.h) <= tol("gemv/emulation"), "two products and exp, before the rounding to codes"
+    again = quantize_q8_1_ref(gpu.h.cpu())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(gpu.rows, again[:2], strict=True)), "codes and scales of h"
+    lanes, own = steps.lane_rows_of(there, gpu.rows), torch.arange(len(pairs.token))
+    assert torch.equal(gpu.down, steps.kernel_product(there, "down", lanes, own, pairs, by=gemv_ref))
+    down = steps.torch_product(here, "down", steps.torch_rows(gpu.h, gpu.rows), pairs)
+    assert nmse(gpu.down.cpu(), down) <= tol("gemv/emulation")
+
+
+def test_the_steps_make_the_layer_and_tokens_with_equal_codes_agree_sharply(ckpt, rows) -> None:
+    """Whole layers in fp32. On these rows one hidden code of 203,776 falls the other way, because gate and up are added
+    in another order: token 155 has 99.98 % of an NMSE of 5e-11, the other tokens together 1e-14."""
+    x, layer = rows[:199], ckpt.layer(LAYER, device="cuda")
+    there, here = picks_for_both(ckpt, x)
+    made, kept = {}, torch.ones(len(x), dtype=torch.bool)
+    for which, picks in (("routed", there), ("shared", None)):
+        pairs, (on_gpu, on_cpu) = steps.pairs_of(ckpt.layer(LAYER), picks, len(x)), stacks(ckpt, which)
+        made[which] = pairs, steps.by_kernels(on_gpu, x.cuda(), pairs)
+        kept &= steps.tokens_with_equal_rows(made[which][1], steps.by_torch(on_cpu, x, pairs), pairs, len(x))
+    pairs, routed = made["routed"]
+    y = torch.zeros(len(x), there.top_k, x.shape[1], device="cuda")
+    y[pairs.token.cuda(), pairs.slot.cuda()] = routed.down
+    vector = layer.shared.gate_vector
+    gate = None if vector is None else torch.sigmoid(x.cuda().double() @ vector.double()).float()
+    parts = y, there.weights, made["shared"][1].down, gate
+    out = layer(x.cuda(), "gemv", routing=there).out
+    assert torch.equal(out, combine.combine(*parts, out_dtype=torch.float32)), "the steps are the layer"
+    on_cpu = [None if t is None else t.cpu() for t in parts]
+    assert torch.equal(out.cpu(), combine.combine_ref(*on_cpu, out_dtype=torch.float32))
+    assert kept.float().mean() > 0.98
+    want = ckpt.layer(LAYER)(x, "gemv", routing=here).out
+    assert nmse(out.cpu()[kept], want[kept]) <= tol("gemv/emulation")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 37, 199])
@@ -76,15 +143,15 @@ def test_phases_add_up_and_count_real_launches(ckpt, rows) -> None:
     row = y.timing.row()
     parts = row["route_ms"] + row["fetch_ms"] + row["compute_ms"] + row["other_ms"]
     assert parts == pytest.approx(row["wall_ms"], rel=1e-6)
-    # router, top-k, plan; quantise, gate+up, activation, quantise, down for the routed experts (q2_k, q3_k); quantise,
-    # gate+up to hidden rows, down for the shared one (q8_0); the weighted sum
-    assert row["launches"] == 12
+    # router, top-k, plan; rows of x quantised and all three projections, for the routed experts and for the shared one;
+    # the weighted sum
+    assert row["launches"] == 8
 
 
 def test_a_decode_step_routes_and_plans_in_one_launch(ckpt, rows) -> None:
     layer = ckpt.layer(LAYER, device="cuda")
     # router, top-k and plan; then as above
-    assert layer(rows[:1].cuda(), "gemv").timing.launches == 11
+    assert layer(rows[:1].cuda(), "gemv").timing.launches == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

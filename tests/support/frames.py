@@ -3,6 +3,9 @@
 import numpy as np
 import pandas as pd
 
+from moe_lab.caching.cost import Cost
+from moe_lab.caching.study import COLUMNS as STUDY_COLUMNS
+
 
 def timings(
     *, layers: int = 3, reps: int = 1, arm: str = "gemv", fetch_ms: float = 6.0, misses: int = 4
@@ -100,3 +103,71 @@ def parts() -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows, columns=["tokens", "part", "reads", "time_ms", "share"])
     return frame.assign(arm="gemv", n=5, backend="torch", device="cpu")
+
+
+def attribution(shares: dict[str, float] | None = None, case: str | None = None) -> pd.DataFrame:
+    """Choices with their shares, switched first a tenth more and last a tenth less; choice z does not differ."""
+    shares = {"a": 2e-5, "d": 7e-5, "e": -1e-6} if shares is None else shares
+    rows = [(c, f"choice {c}", "x", "y", True, 1.1 * s, 0.9 * s, s, abs(s) / 20) for c, s in shares.items()]
+    rows.append(("z", "choice z", "x", "x", False, 0.0, 0.0, 0.0, 0.0))
+    names = ["choice", "name", "value_a", "value_b", "differs", "first", "last", "share", "share_se"]
+    df = pd.DataFrame(rows, columns=names)
+    return df if case is None else pd.DataFrame(df.assign(case=case), columns=["case", *names])
+
+
+def attributions() -> pd.DataFrame:
+    """Three cases: two with a leader each, one without a difference."""
+    made = {"one": None, "two": {"a": 5e-5, "d": 1e-5}, "none": {"a": 0.0, "d": 0.0}}
+    return pd.concat([attribution(shares, case) for case, shares in made.items()], ignore_index=True)
+
+
+def error_map(experts: int = 3, blocks: int = 16) -> pd.DataFrame:
+    """Error 3 in every block of side b but those of number 6 and 7 in each eight, where it is 1; side a has 1."""
+    rows = [
+        (part, expert, b, 16 * b, 16 * b + 15, 1.0, (1.0 if b % 8 > 5 else 3.0) * (1 + expert), 2.0)
+        for part in ("gate", "down")
+        for expert in range(experts)
+        for b in range(blocks)
+    ]
+    names = ["part", "expert", "block", "first", "last", "nmse_a", "nmse_b", "nmse_ab"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def cache_timings(
+    *,
+    layers: int = 4,
+    calls: int = 40,
+    start_ms: float = 0.4,
+    ms_per_byte: float = 2e-7,
+    idle_ms: float = 0.1,
+    noise: float = 0.0,
+) -> pd.DataFrame:
+    """rec.timings of a streamed run that keeps to a straight line: 0 to 4 experts of 12 MB a call, layer n computes
+    0.6 + 0.1 n ms; `noise` is the relative standard deviation of every part.
+    """
+    rng = np.random.default_rng(0)
+    rows = []
+    for call in range(calls):
+        for layer in range(layers):
+            misses = (call // 2 + layer) % 5
+            fetch = start_ms + misses * 12e6 * ms_per_byte if misses else idle_ms
+            parts = {"route_ms": 0.2, "fetch_ms": fetch, "compute_ms": 0.6 + 0.1 * layer, "other_ms": 0.05}
+            noisy = {name: value * (1 + noise * rng.standard_normal()) for name, value in parts.items()}
+            rows.append({"layer": layer, "misses": misses, "bytes_read": misses * 12_000_000, **noisy})
+    return pd.DataFrame(rows)
+
+
+def cost_model() -> Cost:
+    """The model of that record: 0.95 to 1.25 ms a layer without reads, 0.4 ms and 5 GB/s with."""
+    return Cost.fit(cache_timings())
+
+
+def policy_study() -> pd.DataFrame:
+    """Rows of lab.caching.study: LRU hits 50 %, the optimum 70 %, two policies on either side, one control."""
+    rates = [("text", "static", 0.4), ("text", "lru", 0.5), ("text", "lfu_decay", 0.58), ("text", "belady", 0.7)]
+    rows = []
+    for order, policy, rate in [*rates, ("shuffled", "lru", 0.22)]:
+        closed = (rate - 0.5) / 0.2 if order == "text" else 0.0
+        hits = round(1000 * rate)
+        rows.append((order, policy, 8, 0.25, 1000, hits, 1000 - hits, rate, float("nan"), closed))
+    return pd.DataFrame(rows, columns=list(STUDY_COLUMNS))

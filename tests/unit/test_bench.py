@@ -218,7 +218,7 @@ def test_shapes_say_which_format_they_cannot_have() -> None:
 
 
 def test_an_arm_without_the_format_is_unsupported() -> None:
-    frame = lab.bench(tiny("f32"), rows(), ["gemv", "reference"], settings=QUICK)
+    frame = lab.bench(tiny("f32"), rows(), ["grouped", "reference"], settings=QUICK)
     assert list(frame.status) == ["UNSUPPORTED", "PASSED"]
     assert "f32" in frame.reason[0]
 

@@ -12,11 +12,12 @@ from moe_lab.arms.table import Row, own_path, ranked, write_table
 from moe_lab.bench import roof as roofs
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.roof import Roof, arithmetic_of, roof
-from moe_lab.bench.tune import table_rows, tune
+from moe_lab.bench.tune import table_rows, tune, tuned
 from moe_lab.bench.weights import make_layer
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.environment import cpu_name
 from moe_lab.errors import LabError
+from moe_lab.formats import get_format
 from moe_lab.runs import Case, Record, Spread, Status
 from moe_lab.user_cache import cache_folder, slug
 
@@ -124,8 +125,14 @@ def test_auto_goes_by_the_table_and_says_what_it_took(cache: Path) -> None:
 
 
 def test_auto_skips_what_the_table_names_but_cannot_run(cache: Path) -> None:
-    put(row(1, "sold_elsewhere", "gemv", "reference", formats=("f32",) * 3))
+    put(row(1, "sold_elsewhere", "grouped", "reference", formats=("f32",) * 3))
     assert make_layer(SHAPE, "f32")(torch.randn(1, 64)).arm == "reference"
+
+
+def test_auto_skips_an_arm_that_takes_fewer_tokens_than_came(cache: Path) -> None:
+    layer, x = make_layer(SHAPE, "q8_0"), torch.randn(8, 64)
+    put(row(1, "table", "reference"), row(64, "per_token"))
+    assert [layer(x[:t]).arm for t in (1, 2, 7)] == ["table", "reference", "reference"]
 
 
 def test_the_nearest_shape_decides_before_the_nearest_t(cache: Path) -> None:
@@ -180,7 +187,7 @@ def test_tune_measures_and_auto_follows(measured: list[str], cache: Path, tmp_pa
     run, path = tune("cpu", **about)
     assert len(measured) == 1
     assert path == own_path(cpu_name())
-    assert {r.arm for r in run.records} == set(ARMS)
+    assert {r.arm for r in run.records} == set(tuned("cpu")) >= {"reference", "gemv"}
     spec = make_layer(LayerShape("x", 256, 256, 32, 4), "q8_0").spec
     taken = ranked("torch", Q8, spec, 1)
     times = {r.arm: r.spread.p50 for r in run.records if r.status is Status.PASSED}
@@ -189,6 +196,25 @@ def test_tune_measures_and_auto_follows(measured: list[str], cache: Path, tmp_pa
     _, shipped = tune("cpu", folder=tmp_path, **about)
     assert shipped == tmp_path / f"{slug(cpu_name())}.json"
     assert json.loads(shipped.read_text())["about"]["torch"] == torch.__version__
+
+
+def test_arms_without_a_chance_are_not_timed() -> None:
+    assert {"reference", "gemv"} <= {*tuned("cpu")}
+    assert {"gemv", "grouped"} <= {*tuned("cuda")}
+    assert "per_token" not in tuned("cpu")
+    assert not {"per_token", "reference"} & {*tuned("cuda")}
+
+
+@pytest.mark.parametrize("path", sorted(table.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_table_is_of_its_device_and_of_this_package(path: Path) -> None:
+    whole = json.loads(path.read_text())
+    assert slug(whole["device"]) == path.stem
+    assert {"driver", "torch", "triton", "commit", "moe_lab", "date"} == set(whole["about"])
+    assert whole["about"]["commit"] != "none"
+    for row in table._read(path):
+        assert set(row.arms) <= set(ARMS), row
+        assert row.ms[0] <= 1.03 * min(row.ms), row
+        assert len({get_format(name) for name in row.formats}) <= 2
 
 
 def test_tuning_that_measured_nothing_leaves_the_table(measured: list[str], cache: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: exit codes, one line on stderr, JSON with documented columns."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,21 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "moe_lab", "run", "nowhere.gguf"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "moe-lab: nowhere.gguf: there is no such file. Check the path.\n"
+
+
+@pytest.mark.parametrize("how", ["module", "script", "library"])
+def test_ctrl_c_while_torch_loads_is_one_line(tmp_path: Path, how: str) -> None:
+    """A torch that gets the signal in the middle of its import stands in for seconds of loading the real one."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+    )
+    (tmp_path / "moe-lab").write_text("from moe_lab.cli import main\nraise SystemExit(main())\n")
+    as_asked = {"module": ["-m", "moe_lab", "doctor"], "script": [str(tmp_path / "moe-lab"), "doctor"],
+                "library": ["-c", "import moe_lab"]}  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, *as_asked[how]], capture_output=True, text=True, env=env, timeout=25)
+    if how == "library":
+        assert done.stderr.endswith("KeyboardInterrupt\n"), "a program of one's own handles its interrupts itself"
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "moe-lab: stopped.\n")

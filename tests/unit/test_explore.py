@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 
 import moe_lab as lab
 from moe_lab import explore
-from moe_lab.explore import Explorer, PairExplorer
+from moe_lab.arms import ARMS
+from moe_lab.explore import Explorer, GridExplorer, PairExplorer
+from moe_lab.parity import draw, wide_layer
 from moe_lab.plots.style import LabFigure
 from tests.support import frames
 from tests.support.traces import random_trace, trace_of
@@ -157,6 +159,66 @@ def test_more_combinations_than_a_page_holds_are_refused() -> None:
         pair(start=(0, 3))
 
 
+def grid(**more: object) -> GridExplorer:
+    values = {"T": [1, 64], "arms": ["a/b", "a/c", "b/c"], "layer": [0, 5]}
+    return GridExplorer(values, lambda t, arms, n: described(f"picture of {t} {arms} {n}"), **more)
+
+
+def test_a_grid_holds_every_combination_in_the_order_of_its_selects() -> None:
+    page = BeautifulSoup(grid(start=(1, 0, 1), show={"T": lambda t: f"{t} rows"}).to_html(), "html.parser")
+    pictures = page.select("img")
+    assert [p["alt"] for p in pictures[::11]] == [
+        "T 1 rows, arms a/b, layer 0: picture of 1 a/b 0", "T 64 rows, arms b/c, layer 5: picture of 64 b/c 5",
+    ]  # fmt: skip
+    assert [i for i, p in enumerate(pictures) if not p.has_attr("hidden")] == [7]
+    assert [o.text for o in page.select("option[selected]")] == ["64 rows", "a/b", "5"]
+    assert pictures[7]["alt"].endswith("picture of 64 a/b 5")
+
+
+def test_moving_any_control_of_a_grid_shows_their_combination() -> None:
+    live = grid()
+    for box, value in zip(live.children[0].children, (1, 2, 1), strict=True):
+        box.value = value
+    assert "picture of 64 b/c 5" in live.children[1].value
+
+
+def test_grids_that_cannot_be_shown_are_refused() -> None:
+    with pytest.raises(lab.LabError, match="5 x 5 x 5 = 125 frames"):
+        GridExplorer(dict.fromkeys("abc", range(5)), lambda *chosen: described("x"))
+    with pytest.raises(lab.LabError, match="'arms': start=3"):
+        grid(start=(0, 3, 0))
+    with pytest.raises(lab.LabError, match="both controls are called 'a'"):
+        PairExplorer([0], [1], lambda a, b: described("x"), labels=("a", "a"))
+
+
+def test_parity_explorer_runs_each_arm_once_and_names_what_is_not_finite() -> None:
+    layer, asked = wide_layer(d_model=256, d_expert=256, experts=2, top_k=1), []
+
+    class Counted:
+        name = "counted"
+
+        def __getattr__(self, member: str) -> object:
+            return getattr(ARMS["reference"], member)
+
+        def experts(self, x, stack, schedule, groups, y, ctx) -> None:
+            asked.append((len(x), float(x.abs().max()) > 1e10))
+            ARMS["reference"].experts(x, stack, schedule, groups, y, ctx)
+
+    live = explore.parity(
+        {3: layer}, lambda n: draw("gaussian", 9, 256), arms=["reference", "gemv", Counted()], tokens=(2, 9),
+        scales=(1.0, 1e30),
+    )  # fmt: skip
+    page = BeautifulSoup(live.to_html(), "html.parser")
+    assert len(page.select("img")) == 2 * 3 * 1 * 2
+    assert sorted(asked) == [(2, False), (2, True), (9, False), (9, True)]
+    shown = page.select_one("img:not([hidden])")["alt"]
+    assert shown.startswith("T 9, arms reference / gemv, layer 3, scale 1: ")
+    lost = [p["alt"] for p in page.select("img") if "scale 1e+30" in p["alt"]]
+    assert all("finite" in alt for alt in lost)
+    with pytest.raises(lab.LabError, match="two arms or more"):
+        explore.parity({3: layer}, lambda n: draw("gaussian", 9, 256), arms=["gemv"])
+
+
 def test_routing_explorer_starts_ranges_at_domains() -> None:
     trace = random_trace(40, domains=np.array(["a"] * 25 + ["b"] * 15))
     page = BeautifulSoup(lab.explore.routing(trace, tokens=20, layers=[1, 2]).to_html(), "html.parser")
@@ -235,3 +297,42 @@ def test_ribbon_reads_the_shipped_tokenizer() -> None:
 def test_ribbons_that_cannot_be_drawn_are_refused(make: object, says: str) -> None:
     with pytest.raises(lab.LabError, match=says):
         make()
+
+
+def test_the_cache_explorer_shows_each_capacity_and_policy() -> None:
+    trace = random_trace(tokens=80, layers=2, experts=8)
+    found = explore.cache(trace, capacities=[4, 8], policies=["lru", "lfu_decay"], tokens=60)
+    page = BeautifulSoup(found.to_html(), "html.parser")
+    assert [[o.text for o in box.select("option")] for box in page.select("select")] == [
+        ["4", "8"],
+        ["lru", "lfu_decay"],
+    ]
+    table = lab.simulate(trace.part(0, 60), 8, ["lfu_decay"], per_layer=True)
+    rate = table.hits.sum() / table.requests.sum()
+    assert page.select("img")[3]["alt"].startswith(
+        f"slots 8, policy lfu_decay: lfu_decay hits {rate:.1%} of the requests"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"capacities": [1]}, r"capacities\[0\] is 1; wanted 2"),
+        ({"policies": ["mru"]}, "unknown eviction policy"),
+        ({"tokens": 0}, "of 0 tokens"),
+    ],
+    ids=["capacity", "policy", "tokens"],
+)
+def test_a_cache_explorer_of_nothing_is_refused(how: dict, says: str) -> None:
+    with pytest.raises(lab.LabError, match=says):
+        explore.cache(random_trace(tokens=20, layers=2), **how)
+
+
+def test_the_prefetch_explorer_has_a_frame_a_width() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a predictor that reads nothing has no bar, and no NaN in a figure
+        found = explore.prefetch(
+            frames.predictions().assign(read_precision=0.5, miss_coverage=[0.5, float("nan")] * 6, cache_slots=4)
+        )
+        alts = [found.drawn(i)[1] for i in range(2)]
+    assert [alt.split(":")[0] for alt in alts] == ["experts read ahead 2 a token", "experts read ahead 3 a token"]

@@ -131,8 +131,10 @@ def test_auto_says_what_it_took_and_refusals_name_the_format() -> None:
     assert make_layer()(x).arm == "gemv"
     dense = make_layer(("bf16", "bf16", "bf16"), shared=False)
     assert dense(x).arm == "reference"
-    with pytest.raises(LabError, match=r"gemv.*bf16"):
-        dense(x, "gemv")
+    with pytest.raises(LabError, match=r"bf16 weights meet no q8_1 activations"):
+        dense(x, "gemv", options=Options(activation="q8_1"))
+    with pytest.raises(LabError, match=r"arm 'reference' does not take Options.activation"):
+        dense(x, "reference", options=Options(activation="bf16"))
 
 
 def test_shared_and_routed_arms_are_set_apart() -> None:

@@ -17,17 +17,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A room may import its own floor and those above it in this list; the package itself (lazy names) stands outside.
 FLOORS = (
     {"errors", "_types", "checks", "protocols", "tolerances", "threads", "devices", "files", "npz", "user_cache"}
-    | {"card"},
+    | {"card", "interrupt"},
     {"moe_lab_kernels"},
     {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance"},
     {"tap"},
     {"activations"},
     {"checkpoint"},
-    {"routing", "routing_checks", "workspace", "arms", "weights", "block"},
+    {"routing", "routing_checks", "workspace", "arms", "weights", "block", "emulation", "matmul"},
     {"stream"},
-    {"layer", "execution"},
+    {"layer", "execution", "call_parts", "options", "device_routing", "shared_lane", "capture", "branch"},
     {"assembly", "open", "export"},
-    {"analysis", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"},
+    {"analysis", "caching", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"},
     {"explore", "report", "cli", "__main__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

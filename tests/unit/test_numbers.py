@@ -137,3 +137,24 @@ def test_times_and_rates_are_known_by_their_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["recall", "tokens", "bytes_read", "hits", "nmse_ab", "experts (s of 8)", "misses"])
 def test_other_names_are_no_times(name: str) -> None:
     assert not entry("1", name).is_time
+
+
+RECORDS = pd.DataFrame(
+    {"arm": ["gemv", "rate", "share"], "unit": ["ms", "GB/s", "share"], "n": [7, 8, 9], "p50": [1.5, 2.5, 0.25],
+     "ratio_low": [0.9, 1.1, 1.2], "error": [1e-5, 2e-5, 3e-5], "tokens": [64, 64, 64]}
+)  # fmt: skip
+
+
+def test_numbers_of_a_record_are_in_the_unit_that_its_row_names() -> None:
+    """A frame of `lab.bench` or `lab.diff` has one column for every metric's median and a unit a row."""
+    found = {(n.row, n.column): n.is_time for n in shown(**{"text/html": RECORDS.to_html(index=False)})}
+    assert {key for key, is_time in found.items() if is_time} == {
+        ("gemv", "p50 (ms)"), ("gemv", "n (of time)"), ("gemv", "ratio_low (of time)"),
+        ("rate", "p50 (GB/s)"), ("rate", "n (of time)"), ("rate", "ratio_low (of time)"),
+    }  # fmt: skip
+    assert {("gemv", "error"), ("gemv", "tokens"), ("share", "p50"), ("share", "n")} <= {*found}
+
+
+def test_without_a_unit_a_records_columns_are_plain_numbers() -> None:
+    found = shown(**{"text/html": RECORDS.drop(columns="unit").to_html(index=False)})
+    assert not any(n.is_time for n in found)

@@ -34,6 +34,15 @@ DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
     "next_layer": (lab.plot.next_layer, frames.predictions),
     "runs": (lab.plot.runs, two_machines),
     "flips": (lab.plot.flips, frames.flip_rates),
+    "attribution": (lab.plot.attribution, frames.attribution),
+    "attribution-cases": (lab.plot.attribution, frames.attributions),
+    "error_map": (lab.plot.error_map, frames.error_map),
+    "miss_ratio": (lab.plot.miss_ratio, lambda: lab.caching.miss_ratio(random_trace(tokens=60))),
+    "stack_distance": (lab.plot.stack_distance, lambda: lab.caching.stack_distance(random_trace(tokens=60))),
+    "policies": (lab.plot.policies, frames.policy_study),
+    "bounds": (lab.plot.bounds, lambda: lab.caching.bounds(random_trace(tokens=60), frames.cost_model(), 6)),
+    "what_if": (lab.plot.what_if, lambda: lab.caching.what_if(random_trace(tokens=60), frames.cost_model(), 6)),
+    "cost_check": (lab.plot.cost_check, lambda: lab.caching.held_out(frames.cache_timings(noise=0.05))),
     "parity": (lab.plot.parity, lambda: error_bins(A + 1e-4, A, arm_a="gemv", arm_b="reference")),
 }
 EVERY = pytest.mark.parametrize("name", DRAWN)
@@ -78,6 +87,18 @@ def test_same_frame_same_bytes_on_an_opaque_ground(name: str) -> None:
     first, second = (lab.plot.png(plot(frame()).figure) for _ in range(2))
     assert first == second
     assert b"tRNS" not in first
+
+
+@EVERY
+def test_a_figure_drawn_twice_is_the_same_picture(name: str) -> None:
+    """Constrained layout starts from where the last drawing left the axes."""
+    plot, frame = DRAWN[name]
+    axes = plot(frame())
+    before = [one.get_position(original=True).bounds for one in axes.figure.axes]
+    shown = axes.figure._repr_mimebundle_()[0]["image/png"]
+    assert lab.plot.png(axes) == lab.plot.png(axes.figure) == shown
+    assert [one.get_position(original=True).bounds for one in axes.figure.axes] == before
+    assert all(one.get_in_layout() for one in axes.figure.axes), "the next drawing lays them out too"
 
 
 @EVERY
@@ -170,6 +191,12 @@ def test_parity_names_the_worst_pair_and_each_share_of_equal_values() -> None:
     ]
 
 
+def test_parity_across_zero_tells_the_median_and_not_the_largest_ulp() -> None:
+    a = torch.ones(4)
+    bins = error_bins(a, a * torch.tensor([1 + 2**-22, 1 + 2**-22, 1 + 2**-22, -1]), arm_a="a", arm_b="b", kind="ulp")
+    assert lab.plot.parity(bins).get_title(loc="left") == "a vs b: half of the values lie within 3 ULP"
+
+
 def test_parity_of_equal_tensors_says_so() -> None:
     axes = lab.plot.parity(error_bins(A, A, arm_a="per_token", arm_b="gemv"))
     assert axes.get_title(loc="left") == "per_token vs gemv: bit-equal in every value"
@@ -225,3 +252,67 @@ def test_next_layer_names_best_and_worst_pair_and_bands_many() -> None:
 def test_flips_title_has_the_widest_margin_that_flipped() -> None:
     axes = lab.plot.flips(frames.flip_rates())
     assert axes.get_title(loc="left") == "2.0% to 5.0% of tokens change experts, none with a margin of 1e-02 or more"
+
+
+def test_attribution_names_the_leader_and_marks_first_and_last() -> None:
+    axes = lab.plot.attribution(frames.attribution())
+    assert axes.get_title(loc="left") == "(d) choice d makes 79% of the difference"
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["(a) choice a", "(d) choice d", "(e) choice e"]
+    first, last = (line.get_xdata().tolist() for line in axes.lines[-2:])
+    assert all(f > b for f, b in zip(first[:2], last[:2], strict=True))
+    assert "choice a 22.5%" in axes.figure.alt
+
+
+def test_attribution_of_cases_counts_leaders_and_keeps_each_whole() -> None:
+    axes = lab.plot.attribution(frames.attributions())
+    assert axes.get_title(loc="left") == "(d) choice d leads in 1 of 3 cases"
+    widths: dict[int, float] = {}
+    for bar in axes.patches:
+        widths[round(bar.get_y())] = widths.get(round(bar.get_y()), 0.0) + bar.get_width()
+    assert all(w == pytest.approx(1.0) for w in widths.values())
+    assert len(widths) == 2
+    assert any(t.get_text() == "equal" for t in axes.texts)
+
+
+def test_attribution_without_a_difference_and_with_nan() -> None:
+    equal = lab.plot.attribution(frames.attribution({"a": 0.0}))
+    assert "same bits" in equal.get_title(loc="left")
+    assert "not finite" in lab.plot.attribution(frames.attribution({"a": float("nan")})).get_title(loc="left")
+
+
+def test_error_map_compares_blocks_within_their_row() -> None:
+    """Expert 2 is three times as loud as expert 0; its blocks are coloured alike all the same."""
+    axes = lab.plot.error_map(frames.error_map())
+    image = axes.images[0].get_array()
+    assert image.shape == (6, 16)
+    assert np.allclose(image, image[0])
+    assert image[0].argmin() % 8 == 6
+    assert axes.get_title(loc="left") == "Blocks of gate differ by 3.0x in the error of side b against float64"
+    even = lab.plot.error_map(frames.error_map(), value="nmse_a")
+    assert "1.0x" in even.get_title(loc="left") or "No block" in even.get_title(loc="left")
+    with pytest.raises(lab.LabError, match="draws nmse_a, nmse_b, nmse_ab"):
+        lab.plot.error_map(frames.error_map(), value="ulp")
+
+
+def test_policies_reads_against_lru_and_the_optimum() -> None:
+    axes = lab.plot.policies(frames.policy_study())
+    assert axes.get_title(loc="left") == "lfu_decay closes 40% of the gap between LRU and the optimum"
+    notes = [text.get_text() for text in axes.texts]
+    assert notes == ["40.0%  (-50% of the gap)", "50.0%", "58.0%  (+40% of the gap)", "70.0%", "22.0%"]
+    assert [line.get_xdata()[0] for line in axes.lines] == [0.5, 0.7]
+
+
+def test_bounds_adds_each_rung_to_the_one_before() -> None:
+    df = lab.caching.bounds(random_trace(tokens=60), frames.cost_model(), 6)
+    axes = lab.plot.bounds(df)
+    widths: dict[float, float] = {}
+    for bar in axes.patches:
+        widths[round(bar.get_y(), 2)] = widths.get(round(bar.get_y(), 2), 0.0) + bar.get_width()
+    np.testing.assert_allclose(list(widths.values()), df.sort_values("ms_per_step").ms_per_step)
+    assert axes.get_title(loc="left").startswith("lru takes ")
+
+
+def test_what_if_says_what_it_assumes() -> None:
+    axes = lab.plot.what_if(lab.caching.what_if(random_trace(tokens=60), frames.cost_model(), 6))
+    assert "by the model" in axes.get_title(loc="left")
+    assert "one disk, no time for the exchange" in axes.figure.alt

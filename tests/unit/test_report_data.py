@@ -41,12 +41,20 @@ def read_csv(link: Any) -> pd.DataFrame:
     return pd.read_csv(StringIO(base64.b64decode(body).decode()))
 
 
+def read_json(link: Any) -> Any:
+    head, _, body = link["href"].partition(",")
+    assert head == "data:application/json;charset=utf-8;base64"
+    return json.loads(base64.b64decode(body))
+
+
 def test_figure_has_its_data_behind_a_link_that_says_what_it_is() -> None:
     df = frames.timings()
-    (link,) = page_of(figure_output(lab.plot.phases(df).figure)).select(".moe-data a")
+    link, spec = page_of(figure_output(lab.plot.phases(df).figure)).select(".moe-data a")
     assert link["download"] == link.text == "phases.csv"
     assert "3 rows: layer, arm" in link.parent.text
     pd.testing.assert_frame_equal(read_csv(link), df, check_dtype=False)
+    assert spec["download"] == "phases.json"
+    assert read_json(spec) == {"plot": "phases", "options": {}, "rows": 3, "columns": list(df.columns)}
 
 
 def test_data_too_large_for_a_page_is_named_not_embedded() -> None:
@@ -59,10 +67,11 @@ def test_data_too_large_for_a_page_is_named_not_embedded() -> None:
 
 def test_explorer_has_the_data_of_all_its_frames() -> None:
     explorer = lab.explore.load(frames.random_loads(layers=3))
-    (link,) = page_of(new_output("display_data", data=explorer._repr_mimebundle_())).select(".moe-data a")
+    link, spec = page_of(new_output("display_data", data=explorer._repr_mimebundle_())).select(".moe-data a")
     df = read_csv(link)
     assert list(df["frame"].unique()) == ["layer 0", "layer 1", "layer 2"]
     assert len(df) == len(frames.random_loads(layers=3))
+    assert (read_json(spec)["plot"], list(read_json(spec)["options"])) == ("load", ["layer 0", "layer 1", "layer 2"])
 
 
 @pytest.mark.parametrize(

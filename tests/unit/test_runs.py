@@ -21,7 +21,8 @@ from moe_lab.runs import Case, Record, Run, Spread, Status, measured
 from moe_lab.runs.columns import COLUMNS
 from tests.support.saved_runs import DATE, LAPTOP, ended, h200_run, passed, run
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RECORDED = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "results").glob("*/*.parquet"))
+EACH_RECORDED = pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 NOT_RUN = (Status.UNSUPPORTED, Status.OOM, Status.ERROR)
 MORE = {
     "spread": Spread.of([1.0, 2.0]), "error": 0.1, "error_measure": "NMSE", "predicted": 1.0, "floor": 1.0,
@@ -217,9 +218,13 @@ def test_a_laptop_and_an_h200_load_together(tmp_path: Path) -> None:
     assert len(frame) == len(here.records) + len(there.records)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/*.parquet")), ids=lambda path: f"{path.parent.name}-{path.stem}"
-)
+def test_an_h200_run_is_recorded() -> None:
+    """Without one, the tests below would have nothing to show."""
+    (device,) = {run.environment["device"] for run in map(Run.load, RECORDED) if run.environment["backend"] == "cuda"}
+    assert device == "NVIDIA H200"
+
+
+@EACH_RECORDED
 def test_a_recorded_run_loads_beside_one_made_here(path: Path) -> None:
     there, here = Run.load(path), Run("bench", [passed()])
     frame = lab.runs([there, here])
@@ -227,6 +232,24 @@ def test_a_recorded_run_loads_beside_one_made_here(path: Path) -> None:
     listed = {difference.name for difference in lab.diff(there, here).differences}
     both = there.environment.keys() & here.environment.keys()
     assert {name for name in both if there.environment[name] != here.environment[name]} <= listed
+    assert there.environment["commit"] != "none"
+    assert {"moe_lab", "torch", "triton", "driver", "device", "backend", "commit"} <= both
+
+
+@EACH_RECORDED
+def test_a_slowdown_planted_into_a_recorded_run_is_found(path: Path) -> None:
+    before = Run.load(path)
+    timed = [(r, r.spread) for r in before.records if r.spread is not None]
+    slow, spread = next((r, s) for r, s in timed if s.p20 and s.p80 and s.p80 < 1.05 * s.p20)
+    after = replace(slow, spread=Spread.of([1.1 * v for v in spread.samples]))
+    changed = replace(before, records=tuple(after if r is slow else r for r in before.records))
+    assert (str(lab.diff(before, before).verdict), lab.diff(before, before).ok) == ("same", True)
+    found = lab.diff(before, changed)
+    (pair,) = [p for p in found.pairs if str(p.verdict) != "same"]
+    assert (str(found.verdict), str(pair.verdict), found.ok) == ("slower", "slower", False)
+    assert pair.low is not None
+    assert pair.high is not None
+    assert 1.02 < pair.low <= 1.1 <= pair.high < 1.2
 
 
 def test_runs_come_from_folders_files_patterns_and_memory(tmp_path: Path) -> None:
@@ -295,3 +318,43 @@ def test_driver_is_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch, says: s
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", smi)
     assert environment.driver() == driver
+
+
+WRITTEN = [
+    ("667f549\n", "667f549"), ("667f549+", "667f549+"), ("667f5499d3b1c0ffee0123456789abcdef012345\n", "667f549"),
+    ("667f549 and what the tree held\n", "667f549"), ("main\n", "none"), ("667f5\n", "none"), ("", "none"),
+    (None, "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "commit"), WRITTEN, ids=[repr(text) for text, _ in WRITTEN])
+def test_a_copy_without_git_has_the_commit_that_its_file_names(tmp_path: Path, text: str | None, commit: str) -> None:
+    if text is not None:
+        (tmp_path / "COMMIT").write_text(text)
+    assert environment.commit(tmp_path) == "none", "a folder without pyproject.toml is no source tree"
+    (tmp_path / "pyproject.toml").touch()
+    assert environment.commit(tmp_path) == commit
+
+
+def test_git_is_asked_before_the_file(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "COMMIT").write_text("0000000")
+    git("add", "COMMIT")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "--short", "HEAD").strip()
+    assert environment.commit(tmp_path) == head
+    (tmp_path / "COMMIT").write_text("1111111")
+    assert environment.commit(tmp_path) == f"{head}+"
+
+
+def test_a_source_tree_that_nobody_installed_knows_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise environment.PackageNotFoundError(package)
+
+    monkeypatch.setattr(environment, "version", absent)
+    assert environment.environment()["moe_lab"] == lab.__version__
+    assert environment.environment()["triton"] == "not installed"

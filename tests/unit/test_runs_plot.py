@@ -89,6 +89,29 @@ def test_runs_with_nothing_in_common_say_so() -> None:
     assert nothing.get_title(loc="left") == "nothing passed"
 
 
+def test_two_machines_stand_in_the_benchmarks_figure_too() -> None:
+    here = run(passed(ms=3.0, noise=0.001), passed(arm="mine", ms=2.0), ended(Status.ERROR, arm="off"))
+    df = lab.runs([here, h200_of_8_tokens()])
+    axes = lab.plot.bench(df)
+    named = [f"{letter} · {arm} · warm" for arm in ("gemv", "mine") for letter in "AB"]
+    assert row_labels(axes) == [*named, "A · off · warm"]
+    first, second = (row["p50"] * 1e3 for _, row in df[df["arm"] == "gemv"].iterrows())
+    title = f"gemv at T = 8: A {first:,.0f} \u00b5s (A laptop), B {second:.3g} \u00b5s (NVIDIA H200)"
+    assert axes.get_title(loc="left") == title
+    for letter, label in zip("AB", df["run"].unique(), strict=True):
+        assert f"{letter}: {label} on " in axes.figure.alt
+    alone = lab.plot.bench(df[df["device"] == "NVIDIA H200"])
+    assert row_labels(alone) == ["gemv · warm", "mine · warm"]
+    apart = lab.plot.bench(lab.runs([run(passed(1)), run(passed(8))]))
+    assert apart.get_title(loc="left") == "A, B have no timed measurement in common"
+
+
+def h200_of_8_tokens():
+    there = {"device": "NVIDIA H200", "backend": "cuda"}
+    records = (passed(arm=arm, ms=ms, backend="cuda", noise=0.001) for arm, ms in (("gemv", 0.01), ("mine", 0.02)))
+    return run(*records, environment=there)
+
+
 def test_one_metric_and_unit_and_at_most_sixty_rows() -> None:
     two = lab.runs([run(passed()), run(passed(unit="us"))])
     with pytest.raises(lab.LabError, match="one unit, got ms, us"):
