@@ -6,7 +6,7 @@ use, and a missing optional package is named then, with the extra that installs 
 
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.interrupt import arm as _arm
@@ -144,6 +144,9 @@ def __getattr__(name: str) -> Any:
     where, _, attribute = _PUBLIC[name].partition(":")
     module = import_module(f"moe_lab.{where}")
     value = getattr(module, attribute) if attribute else module
+    if isinstance(value, FunctionType) and where.partition(".")[0] == name:
+        # It stands in the package's place: `import moe_lab.bench.cost as c` looks the rest up under this name.
+        value.__name__ = f"moe_lab.{name}"
     globals()[name] = value
     return value
 
@@ -158,6 +161,7 @@ class _Package(ModuleType):
 
     Importing the submodule `moe_lab.open` makes Python bind that module as an attribute of the package, over the public
     function of the same name (likewise `sample` and `simulate`). Whichever comes first, the function is the public one.
+    What is inside such a package is had by `from moe_lab.bench.cost import ...` or `import moe_lab.bench.cost as cost`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from moe_lab.arms import (
     waves,
 )
 from moe_lab.arms.fused import EVERYONE, with_everyone
-from moe_lab.arms.guard import blaming, expect_nothing, expect_shared
+from moe_lab.arms.guard import blaming, counting, expect_nothing, expect_shared
 from moe_lab.block import branch_rows, is_plain, leave, routed_rows, shared_rows
 from moe_lab.call_parts import LayerParts, settle
 from moe_lab.device_routing import DeviceCall
@@ -155,7 +155,7 @@ class Execution:
             for wave in cut:
                 with self.leased([g.expert for g in wave if g.expert != EVERYONE]) as stack, self._arm() as ctx:
                     stack = self.layer.fused_stack(stack, EVERYONE) if self.fused else stack
-                    with blaming(self.arm, "experts", ARMS):
+                    with counting(self.work), blaming(self.arm, "experts", ARMS):
                         given = self.arm.experts(self.rows, stack, self._schedule, wave, self.y, ctx)
                     expect_nothing(self.arm, given, self.y)
 
@@ -218,7 +218,7 @@ class Execution:
             return None
         rows = shared_rows(self.x, spec, layer.norms, self.ctx.store)
         context = replace(self.ctx, spec=self.shared_spec, scratch=scratch)
-        with blaming(arm, "shared", ARMS):
+        with counting(self.work), blaming(arm, "shared", ARMS):
             given = arm.shared(rows, layer.shared_stack, context)  # type: ignore[attr-defined]
         made = expect_shared(arm, given, tuple(rows.shape), self.ctx.store_dtype)
         if layer.norms is None:

@@ -14,6 +14,7 @@ import torch
 
 from moe_lab._types import Float, Int, Tensor
 from moe_lab.arms import Arm
+from moe_lab.card import card
 from moe_lab.checks import wants_whole
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.layer import MoELayer, MoEOutput, Options
@@ -69,9 +70,20 @@ class Prefilled:
         """Times work was handed over, in all calls."""
         return int(self.total("submissions"))
 
+    def __repr__(self) -> str:
+        return f"Prefilled({self.strategy!r}, rows {list(self.out.shape)}, {len(self.timings)} calls)"
+
+    def _repr_html_(self) -> str:
+        facts = {"rows": list(self.out.shape), "calls": len(self.timings), "submissions": self.submissions}
+        return card(f"Prefilled: {self.strategy}", {**facts, "wall (ms)": self.wall_ms})
+
     def total(self, column: str) -> float:
-        """The sum of a column of `Timing.row` over the calls."""
-        return sum(t.row()[column] for t in self.timings)
+        """The sum of a column of numbers of `Timing.row` over the calls. LabError for another column."""
+        rows = [t.row() for t in self.timings]
+        numbers = [name for name, value in rows[0].items() if isinstance(value, int | float) and name != "layer"]
+        if column not in numbers:
+            raise LabError(f"Prefilled.total has no column {column!r} to add up; it has {', '.join(numbers)}.")
+        return sum(row[column] for row in rows)
 
 
 def prefill(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from moe_lab.card import card
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.trace import RoutingTrace, TraceWriter
 
@@ -101,7 +102,8 @@ class Timing:
 
     `hits`, `misses`: distinct experts asked of the cache (0 and 0 when resident); `bytes_read`: bytes this call
     fetched;
-    `weight_bytes`: expert bytes the arithmetic walked over (an expert read once for n rows counts once);
+    `weight_bytes`: expert bytes the arithmetic walked over (an expert read once for n rows counts once), as the arm
+    counts them: NaN, unknown, where a user's arm counts none. With routing on the device: one read a chunk handed over;
     `submissions`: times work was handed over (1 a wave of experts when batched, 1 a token and wave when not);
     `launches`: Triton kernels started, or on the torch path matrix products of experts; `io_mode`: how the cache reads
     its files (`stream.access`), None when resident.
@@ -116,7 +118,7 @@ class Timing:
     hits: int = 0
     misses: int = 0
     bytes_read: int = 0
-    weight_bytes: int = 0
+    weight_bytes: int | float = 0
     submissions: int = 0
     launches: int = 0
     io_mode: str | None = None
@@ -146,6 +148,9 @@ class Timing:
         """Wall minus the three phases."""
         t = self.clock.read()
         return t["wall"] - t["route"] - t["fetch"] - t["compute"]
+
+    def _repr_html_(self) -> str:
+        return card(f"Timing of one call, layer {self.layer}", {k: v for k, v in self.row().items() if k != "layer"})
 
     def row(self) -> dict[str, Any]:
         """The record as one table row, columns as documented above."""

@@ -2,7 +2,7 @@
 
 A process a suite, since two settings hold for a whole process: the fault tests run without the annotation checks (which
 would speak before our own error messages do), and the kernel tests run with Triton's interpreter switched on. With two
-cores or more, faults and kernels run beside the units, one thread each; what they print follows when they have ended.
+cores or more, the others run beside the units, one thread each; what they print follows when they have ended.
 """
 
 import os
@@ -29,14 +29,12 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+_CHECKED = ("--jaxtyping-packages=moe_lab,moe_lab_kernels,typecheck.check",)
 SUITES = (
-    Suite(
-        "units, oracles, notebooks, pages",
-        ("tests/unit", "tests/oracles", "tests/notebooks", "tests/ui"),
-        ("--jaxtyping-packages=moe_lab,moe_lab_kernels,typecheck.check",),
-    ),
+    Suite("units", ("tests/unit",), _CHECKED),
     Suite("faults", ("tests/faults",)),
     Suite("kernels in the interpreter", ("tests/kernels",), environment={"TRITON_INTERPRET": "1"}),
+    Suite("oracles, notebooks, pages", ("tests/oracles", "tests/notebooks", "tests/ui"), _CHECKED),
 )
 
 

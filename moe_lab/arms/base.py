@@ -124,12 +124,12 @@ class ExpertStack:
 @dataclass(slots=True)
 class Work:
     """What a call did, counted as it happens. `products`: matrix products of the torch paths (kernels count
-    themselves).
+    themselves). `weight_bytes`: an arm adds the bytes of every weight read to it; one that does not makes it NaN.
     """
 
     submissions: int = 0
     products: int = 0
-    weight_bytes: int = 0
+    weight_bytes: int | float = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 The lab's own arms pass untouched. Running out of memory keeps its exception, because harnesses handle it by its type.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import Arm, ArmExtras
+from moe_lab.arms.base import Arm, ArmExtras, Work
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.protocols import check_new_name, check_object
 
@@ -43,6 +44,15 @@ def blaming(arm: Arm, where: str, own: Mapping[str, Arm]) -> Iterator[None]:
         if is_own(arm, own):
             raise
         raise LabError(f"arm {arm.name!r} raised {type(error).__name__} in {where}: {error}") from error
+
+
+@contextmanager
+def counting(work: Work) -> Iterator[None]:
+    """Inside, an arm that adds nothing to `work.weight_bytes` makes it NaN: nobody knows what it read."""
+    before = work.weight_bytes
+    yield
+    if work.weight_bytes == before:
+        work.weight_bytes = math.nan
 
 
 def expect_reason(arm: Arm, given: Any, member: str) -> str | None:

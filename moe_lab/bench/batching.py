@@ -35,8 +35,8 @@ def measure_batching(
     `moe_lab.strategies`, by name or as objects; they alternate within a repeat.
 
     Columns: arm, tokens, time_ms_p20, time_ms_p50, time_ms_p80 (p50 also of route_ms and compute_ms), submissions,
-    weight_bytes, n, backend, device. Cells that would pass `budget_s` in all are left out, largest first. LabError when
-    x has fewer rows than asked.
+    weight_bytes (NaN: the arm does not count them), n, backend, device. Cells that would pass `budget_s` in all are
+    left out, largest first. LabError when x has fewer rows than asked.
     """
     try:
         import pandas as pd
@@ -79,7 +79,7 @@ def _row(name: str, tokens: int, made: Sequence[Prefilled]) -> dict[str, Any]:
     last = made[-1]
     return {
         "arm": name, "tokens": tokens, "time_ms_p20": p20, "time_ms_p50": p50, "time_ms_p80": p80, **phases,
-        "submissions": last.submissions, "weight_bytes": int(last.total("weight_bytes")), "n": len(made),
+        "submissions": last.submissions, "weight_bytes": last.total("weight_bytes"), "n": len(made),
         "backend": last.timings[-1].backend,
     }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Is the arm right? Asked before the clock starts and again after it stopped: a wrong result has no speed.
 
 Every input is fresh: the rows given, each times a number of random sign and size, so that nothing computed before can
-be the answer. The truth is the reference arm in fp32, on all rows or, where decoding every expert would not fit, on a
-random few of them. T tokens, D model width, K picks.
+be the answer; then single rows change among old ones, which an arm that looks at some of its rows would miss. The truth
+is the reference arm in fp32, on all rows or, where decoding every expert would not fit, on a random few of them.
+T tokens, D model width, K picks.
 """
 
 import copy
@@ -24,26 +25,29 @@ from moe_lab.tolerances import tol
 MEASURE = "NMSE against reference (fp32)"
 DECODED_BYTES = {"cpu": 2**30, "cuda": 2**32}  # fp32 weights that a check may hold at once
 MOST_ROWS = 64
+LATER_ROWS = 3  # changed one at a time: the last row and random ones, never the first
 LAYOUT_ROWS = 16  # how an arm walks its rows does not hang on their number
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`error`: the largest NMSE of the trials. `reason`: why the arm is wrong, or None. What one call moved and started
-    as it counts itself, for predictions; and the shared expert's arm."""
+    as it counts itself (NaN bytes: it counts none), for predictions; and the shared expert's arm."""
 
     error: float
     reason: str | None
-    weight_bytes: int = 0
+    weight_bytes: int | float = 0
     launches: int = 0
     shared_arm: str = ""
 
 
 def fresh(x: Float[Tensor, "*n T D"], draw: torch.Generator, sign: int = 0) -> Float[Tensor, "*n T D"]:
-    """Each row times +-[0.5, 1) drawn on the CPU; `sign` +1 or -1 fixes it."""
+    """Each row times +-[0.5, 1), each column times (0.9, 1], drawn on the CPU; `sign` +1 or -1 fixes it. Columns too,
+    because one factor of a row in bf16 soon comes again."""
     size = torch.rand(*x.shape[:-1], 1, generator=draw) * 0.5 + 0.5
     signs = torch.randint(2, size.shape, generator=draw) * 2 - 1 if sign == 0 else sign
-    return x * (size * signs).to(x.device, x.dtype)
+    columns = 1 - 0.1 * torch.rand(*x.shape[:-2], 1, x.shape[-1], generator=draw)
+    return (x * (size * signs).to(x.device) * columns.to(x.device)).to(x.dtype)
 
 
 def truth(layer: MoELayer, x: Float[Tensor, "r D"], routing: Routing) -> Float[Tensor, "r D"]:
@@ -99,9 +103,9 @@ class Judge:
         self._options, self._tolerance, self._draw = options, tolerance, torch.Generator().manual_seed(seed)
 
     def check(self) -> Verdict:
-        """Fresh input; then other values in the same memory; then a few rows in other layouts.
+        """Fresh input; then other values in the same memory, of all rows and of one; then rows in other layouts.
 
-        Raises what the arm raises on its first two calls; a layout refused by an exception is refused, not wrong."""
+        Raises what the arm raises on plain rows; a layout refused by an exception is refused, not wrong."""
         weights = self._weights()
         x = fresh(self._x, self._draw, sign=1)
         one, problems = self._call(x)
@@ -114,8 +118,10 @@ class Judge:
         x.copy_(fresh(self._x, self._draw, sign=-1))
         again, reason = self._second(x, one.out, kept)
         error = max(error, again)
-        if reason is None:
-            reason = self._layouts()
+        for trial in (lambda: self._later_rows(x), self._layouts):
+            if reason is None:
+                odd, reason = trial()
+                error = max(error, odd) if reason is None else odd
         if reason is None and weights != self._weights():
             reason = "it changed the weights"
         return Verdict(error, reason, *counted)
@@ -130,8 +136,25 @@ class Judge:
             wrong = "it gave the last call's output for new input: the result is cached"
         return error, _joined(problems, wrong) if problems or wrong else None
 
-    def _layouts(self) -> str | None:
-        """Rows with gaps between them, stored by columns, and one row expanded: right for all, or refused."""
+    def _later_rows(self, x: Tensor) -> tuple[float, str | None]:
+        """One row after the first takes another sign and size in place, the others stay: it alone is compared."""
+        error, last = 0.0, len(x) - 1
+        drawn = torch.randperm(max(0, last - 1), generator=self._draw)[: LATER_ROWS - 1] + 1
+        for r in [*drawn.tolist(), last] if last > 0 else []:
+            one = torch.tensor([r], device=x.device)
+            x[one] = fresh(self._x[one], self._draw, sign=1)
+            y, problems = self._call(x)
+            want = truth(self._layer, x[one], rows_of(self._routing, one))
+            off, wrong = too_far(y.out[one], want, self._tolerance)
+            if problems or wrong:
+                return off, f"wrong in row {r} when that row alone had changed: {_joined(problems, wrong)}"
+            error = max(error, off)
+        return error, None
+
+    def _layouts(self) -> tuple[float, str | None]:
+        """Rows with gaps between them, stored by columns, and one row expanded: right for all, or refused. The error is
+        the first wrong one's."""
+        error = 0.0
         some = slice(0, LAYOUT_ROWS)
         x, routing = fresh(self._x[some], self._draw), rows_of(self._routing, some)
         trials: list[tuple[str, Layout, Tensor, Routing]] = [("rows with gaps between them", with_gaps, x, routing)]
@@ -144,10 +167,11 @@ class Judge:
                 y, problems = self._call(values, picks, layout)
             except Exception:
                 continue  # refused: the layer's own rows are contiguous, and an error cannot be taken for a result
-            _, wrong = too_far(y.out, truth(self._layer, values, picks), self._tolerance)
+            odd, wrong = too_far(y.out, truth(self._layer, values, picks), self._tolerance)
             if problems or wrong:
-                return f"right for contiguous rows only; {name}: {_joined(problems, wrong)}"
-        return None
+                return odd, f"right for contiguous rows only; {name}: {_joined(problems, wrong)}"
+            error = max(error, odd)
+        return error, None
 
     def confirm(self, out: Tensor, x: Tensor, routing: Routing) -> tuple[float, str | None]:
         """(NMSE, what is wrong or None) of an output made while the clock ran."""

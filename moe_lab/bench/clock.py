@@ -1,4 +1,4 @@
-"""How long an arm takes in one cell: fresh rows every repetition, weights cold or warm, the clock named.
+"""How long an arm takes in one cell: new rows every repetition, weights cold or warm, the clock named.
 
 On CUDA a pass over a rotation of calls is timed as one (`runner.Pass`): cold, the rotation touches more weight bytes
 than the L2 holds, with copies of the layer where one is too small; warm, it is the same call again. On a CPU each call
@@ -6,6 +6,7 @@ is timed by the host's clock; cold, a buffer larger than the last cache is writt
 would not do there: the torch arms keep what they decode, for each copy anew.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing
 
 BEYOND_L2 = 1.5
+_CELLS = itertools.count(1)  # each cell draws rows of its own: with one seed for all, warm repeats what cold was asked
 MOST_WARM = 16  # calls of a warm pass: enough that what a replay itself costs does not show
 
 
@@ -54,10 +56,15 @@ def _calls(cell: Cell, state: str) -> list[tuple[MoELayer, Tensor, Routing]]:
     return [(layers[i // r], cell.x[i % r], cell.routings[i % r]) for i in range(n)]
 
 
+def _draw(settings: Settings) -> torch.Generator:
+    """Reproducible in a new process, never the same twice within one."""
+    return torch.Generator().manual_seed(settings.seed + 1_000_003 * next(_CELLS))
+
+
 def _on_cuda(cell: Cell, arm: Arm, state: str, settings: Settings) -> Clocked:
     calls = _calls(cell, state)
     base = torch.stack([x for _, x, _ in calls])
-    rows, draw = base.clone(), torch.Generator().manual_seed(settings.seed + 1)
+    rows, draw = base.clone(), _draw(settings)
 
     def one(i: int) -> Callable[[], Tensor]:
         layer, _, routing = calls[i]
@@ -73,7 +80,7 @@ def _on_cuda(cell: Cell, arm: Arm, state: str, settings: Settings) -> Clocked:
 
 
 def _on_host(cell: Cell, arm: Arm, state: str, settings: Settings) -> Clocked:
-    r, draw = len(cell.routings), torch.Generator().manual_seed(settings.seed + 1)
+    r, draw = len(cell.routings), _draw(settings)
     flush = torch.zeros(2 * l2_bytes(cell.x.device) // 4) if state == "cold" else None
 
     def one(i: int) -> tuple[float, Any, Tensor, Routing]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SAME = ("workload", "model", "arm", "format", "backend", "device", "state", "source")
 COLUMNS = (*SAME, "rows", "time_us", "row_us", "c", "c_low", "c_high", "c_predicted", "c_floor", "n")
 US = {"ms": 1e3, "us": 1.0, "s": 1e6}
+NEEDED = ("arm", "tokens", "status", "unit", "p20", "p50", "p80", "predicted", "floor", "n")
 
 
 def cost_curve(df: "pd.DataFrame") -> "pd.DataFrame":
@@ -22,10 +23,12 @@ def cost_curve(df: "pd.DataFrame") -> "pd.DataFrame":
 
     time_us, row_us: the median call, and that over M. c: from medians; c_low, c_high: the call's 20th and 80th
     percentile over one row's median. c_predicted, c_floor: the same ratio of the record's predictions and floors (NaN
-    where it has none). Groups without a PASSED record at M = 1 are left out; LabError when none is left.
+    where it has none). Groups without a PASSED record at M = 1 are left out; LabError when none is left, or a
+    column is missing.
     """
     import pandas as pd
 
+    _expect(df, NEEDED, "cost_curve", "lab.bench or lab.runs")
     passed: Any = df[(df["status"] == "PASSED") & df["tokens"].gt(0)]
     made: list[dict[str, Any]] = []
     same = [name for name in SAME if name in passed.columns]
@@ -37,6 +40,12 @@ def cost_curve(df: "pd.DataFrame") -> "pd.DataFrame":
     if not made:
         raise LabError("no arm was timed with one row: c(M) compares with it. Bench tokens=[1, ...] too.")
     return pd.DataFrame(made, columns=[name for name in COLUMNS if name in same or name not in SAME])
+
+
+def _expect(df: "pd.DataFrame", columns: tuple[str, ...], what: str, source: str) -> None:
+    missing = [name for name in columns if name not in df.columns]
+    if missing:
+        raise LabError(f"{what} wants a frame of {source}; this one lacks {', '.join(missing)}.")
 
 
 def _point(row: Any, one: Any) -> dict[str, Any]:
@@ -60,6 +69,7 @@ def crossover(df: "pd.DataFrame", arm: str, other: str) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    _expect(df, ("arm", "rows", "time_us"), "crossover", "cost_curve")
     where = [name for name in ("workload", "model", "format", "state", "backend", "device") if name in df.columns]
     both: Any = df[df["arm"].isin([arm, other])]
     found = []

@@ -26,6 +26,7 @@ from moe_lab.errors import LabError, MissingExtra
 from moe_lab.layer import Options
 from moe_lab.routing import Routing
 from moe_lab.runs import Record, Run, Status, measured
+from moe_lab.runs.run import expect_folder
 from moe_lab_kernels.backend import backend_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def bench(
         import pandas  # noqa: F401, before minutes of measuring
     except ImportError as e:
         raise MissingExtra("pandas", "lab", "lab.bench") from e
+    if save is not None:
+        expect_folder(save)  # before minutes of measuring
     workload = Workload(
         subject=subject, x=x, routing=routing, tokens=tokens, formats=formats, popularity=popularity, device=device,
         name=name, model=model, options=options or Options(),

@@ -1,5 +1,6 @@
 """One arm in one cell: asked whether it serves, checked, timed in each state, checked again."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,12 +83,12 @@ def _timed(
         return _incorrect(cell, state, late, f"right when checked, but not while timed: {wrong}", head)
     # Warm weights come from a cache, about whose bandwidth nothing was measured: no floor, and none in the prediction.
     cold = state != "warm"
-    moved = verdict.weight_bytes * cold + cell.row_bytes
-    graph = clocked.method.startswith("graph")
+    moved = (verdict.weight_bytes if cold else 0) + cell.row_bytes
+    graph, known = clocked.method.startswith("graph"), not math.isnan(moved)
     return Record(
         case=_in_state(cell, state), status=Status.PASSED, spread=Spread.of(clocked.times_ms),
         error=max(verdict.error, late), error_measure=MEASURE, method=clocked.method,
-        predicted=top.predicted_ms(moved, cell.flops, verdict.launches, graph=graph),
+        predicted=top.predicted_ms(moved, cell.flops, verdict.launches, graph=graph) if known else None,
         floor=top.bound_ms(cell.weight_bytes + cell.row_bytes, cell.flops) if cold else None, **head,
     )  # fmt: skip
 

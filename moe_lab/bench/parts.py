@@ -10,13 +10,19 @@ T tokens, D width of the experts' rows, F expert width, K picks; P = T K pairs.
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_lab._types import Float, Tensor
-from moe_lab.arms import Arm, ArmContext
+from moe_lab.arms import ARMS, Arm, ArmContext, get_arm
 from moe_lab.arms.base import activate
+from moe_lab.arms.by_rows import ByRows
+from moe_lab.arms.gemv import Gemv
+from moe_lab.arms.gemv_float import kind_of
+from moe_lab.arms.guard import is_own
+from moe_lab.arms.mmq import Mmq
 from moe_lab.block import router_logits
 from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
@@ -29,6 +35,7 @@ from moe_lab_kernels.backend import backend_of
 if TYPE_CHECKING:
     import pandas as pd
 
+AUTO = "auto"
 WEIGHTS, NONE = "weights", "none"
 EXPERTS = "experts' products"
 COLUMNS = ("tokens", "part", "reads", "time_ms", "share", "arm", "n", "backend", "device")
@@ -39,13 +46,14 @@ def measure_parts(
     x: Float[Tensor, "T D"],
     arm: str | Arm = "gemv",
     *,
-    activation: str | None = "q8_1",
+    activation: str | None = AUTO,
     repeats: int = 15,
 ) -> "pd.DataFrame":
     """A row for each step of one call on x: `reads` is "weights" or "none", `share` its part of the whole call.
 
     The experts' products are what the whole call takes beyond the other steps (never less than 0). `activation`: the
-    layout that rows and hidden rows are quantised to, None where the arm quantises none. Medians over `repeats`.
+    layout that rows and hidden rows are quantised to, None for none; "auto": what the lab's arm does to them on these
+    formats, and none for an arm of the user's, of which nobody knows. Medians over `repeats`.
     """
     try:
         import pandas as pd
@@ -55,19 +63,30 @@ def measure_parts(
         raise LabError(f"measure_parts times at least one row and one repetition, got T={x.shape[0]}, n={repeats}.")
     with torch.no_grad():
         whole = _median_ms(lambda: layer(x, arm), x.device, repeats)
-        name = layer(x, arm).arm
-        timed = {
-            step: (reads, _median_ms(work, x.device, repeats)) for step, reads, work in _steps(layer, x, activation)
-        }
+        chosen = get_arm(arm, layer.experts.formats, backend_of(x), layer.spec, x.shape[0])
+        steps = _steps(layer, x, chosen, activation)
+        timed = {step: (reads, _median_ms(work, x.device, repeats)) for step, reads, work in steps}
     timed[EXPERTS] = (WEIGHTS, max(0.0, whole - sum(ms for _, ms in timed.values())))
     rest: dict[str, Any] = {
-        "arm": name, "n": repeats, "backend": backend_of(x), "device": environment()["device"],
+        "arm": chosen.name, "n": repeats, "backend": backend_of(x), "device": environment()["device"],
     }  # fmt: skip
     rows = [(x.shape[0], step, reads, ms, ms / whole) for step, (reads, ms) in timed.items()]
     return pd.DataFrame(rows, columns=list(COLUMNS[:5])).assign(**rest)
 
 
-def _steps(layer: MoELayer, x: Tensor, activation: str | None) -> list[tuple[str, str, Callable[[], Any]]]:
+def quantised_to(arm: Arm, format: str, rows: int) -> str | None:
+    """The layout of 8-bit activations in which one of the lab's arms hands rows to weights of `format`, an expert's
+    group being of `rows` rows; None where it quantises none, and for every other arm."""
+    if not is_own(arm, ARMS):
+        return None
+    if isinstance(arm, ByRows):
+        return quantised_to(arm.taker(rows), format, rows)
+    if isinstance(arm, Mmq):
+        return arm.layout(format)
+    return "q8_1" if isinstance(arm, Gemv) and kind_of(format, None) == "q8_1" else None
+
+
+def _steps(layer: MoELayer, x: Tensor, arm: Arm, activation: str | None) -> list[tuple[str, str, Callable[[], Any]]]:
     """(step, what it reads, the operation) of everything but the experts' products."""
     spec, own = layer.spec, layer.router_weights
     logits = router_logits(x, own, spec)
@@ -85,9 +104,12 @@ def _steps(layer: MoELayer, x: Tensor, activation: str | None) -> list[tuple[str
         ("activation", NONE, lambda: activate(gate, up, ctx)),
         ("weighted sum", NONE, lambda: add(y, picks.weights)),
     ]
-    if activation is not None:
-        steps.append(("rows to 8 bits", NONE, lambda: quantize_activations(x, activation)))
-        steps.append(("hidden rows to 8 bits", NONE, lambda: quantize_activations(gate, activation)))
+    largest = int(plan(picks, spec.num_experts).counts.max())
+    formats = layer.experts.formats
+    for step, rows, format in (("rows to 8 bits", x, formats[0]), ("hidden rows to 8 bits", gate, formats[-1])):
+        layout = quantised_to(arm, format, largest) if activation == AUTO else activation
+        if layout is not None:
+            steps.append((step, NONE, partial(quantize_activations, rows, layout)))
     return steps
 
 

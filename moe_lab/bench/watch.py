@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms import Arm, ArmContext, ExpertStack, Group, Schedule
+from moe_lab.arms import ARMS, Arm, ArmContext, ExpertStack, Group, Schedule
+from moe_lab.arms.guard import is_own
 
 Layout = Callable[[Tensor], Tensor]
 WATCHED = " (watched)"
@@ -45,7 +46,8 @@ class Watched:
 
     def __init__(self, arm: Arm, layout: Layout = as_given) -> None:
         self._arm, self._layout = arm, layout
-        self.name = arm.name + WATCHED
+        # A name of the lab's is the lab's arm's alone; an arm of the user's keeps its own, which its errors then name.
+        self.name = arm.name + WATCHED if is_own(arm, ARMS) else arm.name
         self.problems: list[str] = []
         self._calls = 0
 

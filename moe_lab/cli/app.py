@@ -247,7 +247,7 @@ def diff(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Whether run B is slower than run A, record by record; exit code 1 when it is, or when it broke."""
+    """Whether run B is slower than run A, record by record; exit code 1 when it is, broke, or not all was compared."""
     from moe_lab.cli.diff import diff_rows
     from moe_lab.cli.output import emit
 
@@ -310,12 +310,14 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file to write; default: reports/<notebook>.html.")] = None,
     json: Json = False,
 ) -> None:
-    """Execute a notebook and write it as one self-contained HTML file."""
+    """Execute a notebook and write it as one self-contained HTML file; exit code 1 when a claim in it fails."""
     from moe_lab.cli.output import emit
     from moe_lab.cli.report import write_report
 
-    row, lines = write_report(model=model, notebook=notebook, out=out, quiet=json)
-    emit("report", [row], as_json=json, title="Report", notes=lines)
+    row, lines, ok = write_report(model=model, notebook=notebook, out=out, quiet=json)
+    emit("report", [row], as_json=json, ok=ok, title="Report", notes=lines)
+    if not ok:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from moe_lab.parity.carry import Tokens, tokens_of, walk
 from moe_lab.parity.comparison import compare
 from moe_lab.parity.next_layer import NextLayer
 from moe_lab.parity.report import ParityReport
+from moe_lab.runs import Status
 
 BOUNDED = ("nmse_ab", "nmse_a", "nmse_b", "max_ulp", "p999_ulp", "flip_share")
 SHOWN = {"nmse_ab": ".1e", "nmse_a": ".1e", "nmse_b": ".1e", "equal_share": ".1%", "flip_share": ".2%"}
@@ -54,13 +55,22 @@ def parity_rows(
         reports, reasons = {}, []
         for number in numbers:
             x = inputs.layer(number).to(device)
-            reports[number] = compare(ckpt.layer(number, device=device), x, names)
+            reports[number] = _compared(number, ckpt.layer(number, device=device), x, names)
             reasons += [f"layer {number}: {line}" for line in why_lines(reports[number])] if why else []
         flips, said = _flip_shares(ckpt, numbers, names, text)
         rows = [row for number, report in reports.items() for row in _rows(number, report, flips)]
     broken = [line for row in rows for line in over(row, bounds)]
     notes = [inputs.about, said, *reasons, *broken]
     return (rows if as_json else [shown(row) for row in rows]), notes, not broken
+
+
+def _compared(number: int, layer: MoELayer, x: Any, names: list[str]) -> ParityReport:
+    """The report of arms that all ran. LabError with the first one's reason else: a budget must not hold by absence."""
+    report = compare(layer, x, names)
+    for row in report.checks.to_dict("records"):
+        if row["status"] in (Status.UNSUPPORTED, Status.ERROR, Status.OOM):
+            raise LabError(f"layer {number}: {row['arm']} is {row['status']}: {row['reason']}")
+    return report
 
 
 def parse_budget(text: str | None) -> dict[str, float]:

@@ -19,10 +19,11 @@ def tour() -> Path:
 
 def write_report(
     *, model: Path | None, notebook: Path | None, out: Path | None, quiet: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Execute and export. Returns a row (notebook, report, seconds, kilobytes) and the breakdown the notebook
-    printed.
+) -> tuple[dict[str, Any], list[str], bool]:
+    """Execute and export. Returns a row (notebook, report, seconds, kilobytes), the breakdown the notebook printed, and
+    True; for a notebook whose assertion failed a row (notebook, claim), what failed where, and False.
     """
+    from moe_lab.report.execute import CellError
     from moe_lab.report.run import run, show_progress
 
     params: dict[str, Any] = {}
@@ -33,11 +34,16 @@ def write_report(
         params["model_file"] = str(model.resolve())
     source = notebook if notebook is not None else tour()
     target = out if out is not None else Path("reports") / f"{source.stem}.html"
-    made = run(source, target, progress=None if quiet else show_progress, **params)
+    try:
+        made = run(source, target, progress=None if quiet else show_progress, **params)
+    except CellError as error:
+        if not error.is_claim:
+            raise
+        return {"notebook": source.name, "claim": error.why}, [f"a claim fails: {error}"], False
     row = {
         "notebook": source.name,
         "report": str(made.path),
         "seconds": made.seconds,
         "kilobytes": made.path.stat().st_size // 1024,
     }
-    return row, [text for text in [made.text("breakdown")] if text]
+    return row, [text for text in [made.text("breakdown")] if text], True

@@ -12,9 +12,9 @@ import numpy as np
 
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import ARMS, Arm
-from moe_lab.arms.guard import check_arm, is_own
+from moe_lab.arms.guard import is_own
 from moe_lab.distance import bits, nmse, ulp_distance
-from moe_lab.errors import LabError, MissingExtra
+from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.layer import MoELayer, MoEOutput, Options
 from moe_lab.parity.exact import exact_layer
 from moe_lab.parity.layer_attribution import side
@@ -24,6 +24,11 @@ from moe_lab.parity.report import Compared, Difference, ParityReport
 from moe_lab.parity.setting import known
 from moe_lab.routing import Routing
 from moe_lab.runs.record import Status
+
+COLUMNS = (
+    "arm_a", "arm_b", "bit_equal", "equal_share", "max_ulp", "p999_ulp", "nmse_ab", "nmse_a", "nmse_b", "flip_share",
+)  # fmt: skip
+Ran = tuple[MoEOutput, list[str]]  # what an arm made, and what it did that it must not
 
 
 def compare(
@@ -35,8 +40,11 @@ def compare(
     options: Options | None = None,
     after: NextLayer | None = None,
 ) -> ParityReport:
-    """Run `arms` (at least two; names or objects) on the same rows and picks. LabError for fewer, or for names
-    twice. `after`: the next layer, to count the tokens whose picks there differ.
+    """Run `arms` (at least two; names or objects) on the same rows and picks, each once. LabError for fewer, for names
+    twice or unknown, and where every arm fails. `after`: the next layer, to count the tokens whose picks there differ.
+
+    An arm that refuses the layer, raises or runs out of memory has a row in `checks` (UNSUPPORTED, ERROR, OOM) with the
+    reason, and none in `table`; the others are compared.
 
     An arm of the user's is watched: what it must write is NaN before it starts, and a row left so, a row written that
     is not its own, or an input changed is INCORRECT in `checks`, however small the error.
@@ -48,41 +56,67 @@ def compare(
     if len(arms) < 2:
         raise LabError(f"compare wants at least two arms, got {len(arms)}.")
     routing = layer.route(x) if routing is None else routing
-    ran: dict[str, MoEOutput] = {}
-    problems: dict[str, list[str]] = {}
-    for arm in arms:
-        y, found = _run(layer, x, arm, routing, options)
-        if y.arm in ran:
-            raise LabError(f"arm {y.arm!r} was named twice; name each arm once.")
-        ran[y.arm], problems[y.arm] = y, found
-    outputs = {name: y.out for name, y in ran.items()}
+    ran, ended = _run_all(layer, x, arms, routing, options)
+    outputs = {name: y.out for name, (y, _) in ran.items()}
     reference = exact_layer(layer, x, routing)
     given = Compared(layer, x, routing, options or Options())
     pairs = list(combinations(outputs, 2))
     flipped = None if after is None else {p: after.flips(outputs[p[0]], outputs[p[1]]) for p in pairs}
-    table = pd.DataFrame([_pair(p, outputs, reference, flipped) for p in pairs])
-    checks = pd.DataFrame([_check(name, y, reference, problems[name]) for name, y in ran.items()])
-    flips = None if flipped is None else _stacked(flipped)
-    backend = next(reversed(ran.values())).timing.backend
+    table = pd.DataFrame([_pair(p, outputs, reference, flipped) for p in pairs], columns=list(COLUMNS))
+    checks = pd.DataFrame([row or _check(name, *ran[name], reference) for name, row in ended.items()])
+    flips = _stacked(flipped) if flipped else None
+    backend = next(reversed(ran.values()))[0].timing.backend
     return ParityReport(table, outputs, reference, _first_of(pairs, outputs, given), backend, checks, given, flips)
 
 
-def _run(
-    layer: MoELayer, x: Tensor, arm: str | Arm, routing: Routing, options: Options | None
-) -> tuple[MoEOutput, list[str]]:
+def _run_all(
+    layer: MoELayer, x: Tensor, arms: Sequence[str | Arm], routing: Routing, options: Options | None
+) -> tuple[dict[str, Ran], dict[str, Any]]:
+    """Those that ran, by name; and every arm in order, with its row of `checks` where it failed, else None. Raises the
+    first arm's error where all fail."""
+    from moe_lab.bench.measure_arm import arm_name, expect_arms
+
+    expect_arms(arms)
+    ran: dict[str, Ran] = {}
+    ended: dict[str, Any] = {}
+    errors: list[Exception] = []
+    for arm in arms:
+        try:
+            y, found = _run(layer, x, arm, routing, options)
+        except Exception as error:
+            errors.append(error)
+            ended[arm_name(arm)] = _failed(arm_name(arm), error)
+            continue
+        if y.arm in ended:
+            raise LabError(f"arm {y.arm!r} was named twice; name each arm once.")
+        ran[y.arm], ended[y.arm] = (y, found), None
+    if not ran:
+        raise errors[0]
+    return ran, ended
+
+
+def _failed(name: str, error: Exception) -> dict[str, object]:
+    """A row of `checks`. What the lab refuses is unsupported; what an arm raised, or did as no arm may, is an error."""
+    from moe_lab.bench.failures import status_of
+
+    status, reason = status_of(error)
+    if isinstance(error, LabError) and not isinstance(error, LabTypeError) and error.__cause__ is None:
+        status, reason = Status.UNSUPPORTED, " ".join(str(error).split())
+    return {"arm": name, "status": status.value, "nmse": float("nan"), "reason": reason, "shared_arm": None}
+
+
+def _run(layer: MoELayer, x: Tensor, arm: str | Arm, routing: Routing, options: Options | None) -> Ran:
     """One arm's output, and what a user's arm did that it must not."""
     from moe_lab.bench.watch import Watched  # bench goes by this room's `bits`
 
     if isinstance(arm, str) or is_own(arm, ARMS):
         return layer(x, arm, routing=routing, options=options), []
-    check_arm(arm, ARMS)
     watched = Watched(arm)
-    watched.name = arm.name
     y = layer(x.clone(), watched, routing=routing, options=options)  # the other arms get the rows as they were
     return y, list(dict.fromkeys(watched.problems))
 
 
-def _check(name: str, y: MoEOutput, reference: Tensor, problems: list[str]) -> dict[str, object]:
+def _check(name: str, y: MoEOutput, problems: list[str], reference: Tensor) -> dict[str, object]:
     """A row of `checks`. Rows in which the reference itself is not finite are not judged."""
     from moe_lab.bench.check import too_far
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moe_lab._types import Tensor
 from moe_lab.card import card
 from moe_lab.distance import Kind, error_bins
+from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
 from moe_lab.options import Options
 from moe_lab.parity.operands import Operands
@@ -50,7 +51,8 @@ class ParityReport:
     output's dtype), nmse_ab (a against b), nmse_a and nmse_b (each against `reference`, the formula in float64 with
     unquantised activations), flip_share (tokens whose experts in the next layer differ; NaN without `after`).
     `first_difference` is None when every pair is bit-equal. `checks`: a row an arm with arm, status (PASSED or
-    INCORRECT, by the bounds that a benchmark goes by), nmse, reason, shared_arm (who took the shared expert).
+    INCORRECT, by the bounds that a benchmark goes by; UNSUPPORTED, ERROR or OOM for one that made no output and is in
+    no pair), nmse, reason, shared_arm (who took the shared expert).
     `flips`: a row a pair and token as `lab.analysis.flips` has them, or None. `attribution`, `error_map` and `hazards`
     are made when first asked for.
     """
@@ -93,7 +95,6 @@ class ParityReport:
         return hazards(layer, x, [a for a in self.outputs if known(a)], routing=routing, options=options)
 
     def _pair(self, need: str) -> tuple[str, str]:
-        from moe_lab.errors import LabError
         from moe_lab.parity.setting import KNOWN, known
 
         pairs = [p for p in combinations(self.outputs, 2) if known(p[0]) and known(p[1])]
@@ -103,6 +104,10 @@ class ParityReport:
                 f"{', '.join(self.outputs)}."
             )
         return pairs[0]
+
+    def __repr__(self) -> str:
+        arms = ", ".join(f"{a} {s}" for a, s in zip(self.checks["arm"], self.checks["status"], strict=True))
+        return f"ParityReport({arms}; rows {list(self.reference.shape)}, backend {self.backend!r})"
 
     def _repr_html_(self) -> str:
         f = self.first_difference
@@ -120,7 +125,9 @@ class ParityReport:
         """Histogram of the distances of every pair, for `lab.plot.parity`."""
         import pandas as pd
 
-        pairs = combinations(self.outputs, 2)
+        pairs = list(combinations(self.outputs, 2))
+        if not pairs:
+            raise LabError(f"ParityReport.bins wants two outputs; only {', '.join(self.outputs)} ran: see .checks.")
         return pd.concat(
             [error_bins(self.outputs[a], self.outputs[b], arm_a=a, arm_b=b, kind=kind) for a, b in pairs],
             ignore_index=True,

@@ -4,6 +4,7 @@ Batching saves two things that are shown apart: submissions (host work that a de
 reads shared between rows. Time alone would not say which of them paid.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ _PANELS = (
 def batching(df: "pd.DataFrame", *, ax: Axes | Sequence[Axes] | None = None) -> Axes:
     """Time, submissions and weight bytes per token over T, log-log, one line an arm.
 
-    `df`: columns arm, tokens (T), time_ms_p50, submissions, weight_bytes (all of the whole call), backend, device;
-    with time_ms_p20 and time_ms_p80 too, a band is drawn; with `n`, the repetitions are named.
+    `df`: columns arm, tokens (T), time_ms_p50, submissions, weight_bytes (all of the whole call; NaN: unknown),
+    backend, device; with time_ms_p20 and time_ms_p80 too, a band is drawn; with `n`, the repetitions are named.
     Without `ax`: a figure of three panels. One Axes: the time panel alone. Three Axes: all three.
     Returns the Axes of the time panel.
     """
@@ -79,7 +80,7 @@ def _panel(axes: Axes, df: "pd.DataFrame", column: str, factor: float, looks: di
     ticks = ticks[:: -(-len(ticks) // 6)]
     axes.set_xscale("log", base=2)
     # An arm that reads nothing or submits nothing has no place on a log axis; the panel stays linear then.
-    if (df[column] > 0).all():
+    if (df[column].dropna() > 0).all():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
         axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
@@ -116,7 +117,11 @@ def _finding(df: "pd.DataFrame") -> tuple[str, str]:
     gain = slow["time_ms_p50"] / fast["time_ms_p50"]
     title = f"At T = {max(shared)}, {fast['arm']} is {gain:.1f}x faster than {slow['arm']} ({where})"
     facts = "; ".join(
-        f"{r.arm} {r.time_ms_p50:.3g} ms, {int(r.submissions)} submissions, {si(float(r.weight_bytes), 'B')} of weights"
+        f"{r.arm} {r.time_ms_p50:.3g} ms, {int(r.submissions)} submissions, {_weights(float(r.weight_bytes))}"
         for r in top.itertuples()
     )
     return title, f"Lines over T = {df['tokens'].min()} to {df['tokens'].max()}. At T = {max(shared)}: {facts}."
+
+
+def _weights(read: float) -> str:
+    return "weight bytes unknown" if math.isnan(read) else f"{si(read, 'B')} of weights"

@@ -74,6 +74,7 @@ def parts(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         axes.legend(ncols=4, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.17 - 0.2 / len(sizes)))
         free = df[df["reads"] != "weights"].groupby("tokens")["share"].sum()
         arm = f"{', '.join(dict.fromkeys(df['arm']))}, {', '.join(dict.fromkeys(df['backend']))}"
-        title = f"{free.min():.0%} to {free.max():.0%} of a layer call reads no weights to share ({arm})"
+        low, high = f"{free.min():.0%}", f"{free.max():.0%}"
+        title = f"{low if low == high else f'{low} to {high}'} of a layer call reads no weights to share ({arm})"
         describe(axes, title, "; ".join(f"{share:.1%} at T = {t}" for t, share in free.items()) + ".")
     return axes

@@ -95,7 +95,8 @@ def _scale(axes: Axes, df: "pd.DataFrame", metric: str, unit: str) -> None:
         axes.set_xlim(left=0)
     axes.grid(axis="x")
     counts = good["n"].dropna()
-    n = "" if not len(counts) else f", n = {counts.min()}" + (f" to {counts.max()}" if counts.nunique() > 1 else "")
+    least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
+    n = "" if not most else f", n = {least}" + (f" to {most}" if most > least else "")
     floor = "; grey bar: floor" if good["floor"].notna().any() else ""
     axes.set_xlabel(f"{metric}, {unit} (median{n}; line: 20th to 80th percentile{floor})")
 

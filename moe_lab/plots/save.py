@@ -1,7 +1,8 @@
 """`lab.plot.save`: a figure for a paper and all that is needed to draw it again.
 
-STEM.pdf is the picture, STEM.csv the frame behind it (one a plot), STEM.json says how they belong together: plot,
-options, columns, environment, version. The same figure gives the same bytes: no date, no random names.
+STEM.pdf is the picture, STEM.csv the frame behind it (one a plot), STEM.json says how they belong together: "panels"
+with plot, options, csv and columns of each, environment, version; the JSON that a report links to is one such panel.
+The same figure gives the same bytes: no date, no random names.
 """
 
 import hashlib
@@ -33,8 +34,8 @@ def save(
 
     `figure`: what a `lab.plot` function returned, or the figure it is on (all its panels are saved; with several plots
     each has its STEM-<number>-<plot>.csv). `data`: the frame behind a figure you drew yourself.
-    `lab.plot.<plot>(pd.read_csv(csv), **options)` with the JSON's plot and options draws it again.
-    LabError: no data known, files that stand there already, a folder that cannot be written.
+    `lab.plot.<plot>(pd.read_csv(csv), **options)` with plot, options and csv of an entry of the JSON's "panels" draws
+    that plot again. LabError: no data known, files that stand there already, a folder that cannot be written.
     """
     whole = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
     if not isinstance(whole, Figure):
@@ -77,7 +78,7 @@ def _stem(stem: str | os.PathLike[str]) -> Path:
     """The stem as a path; a ".pdf" someone wrote by habit is taken off, any other dot is part of the name."""
     base = Path(stem)
     base = base.with_suffix("") if base.suffix.lower() in (".pdf", ".csv", ".json") else base
-    if not base.name:
+    if not base.name or os.fspath(stem).endswith((os.sep, "/")):
         raise LabError(f"{os.fspath(stem)!r} names no file: pass a path without extension, such as 'figures/phases'.")
     return base
 

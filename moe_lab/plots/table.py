@@ -67,9 +67,12 @@ def table(df: "pd.DataFrame", *, columns: Sequence[str] | None = None, caption: 
 
     `columns`: which, and in which order; X_p20, X_p50, X_p80 (or p20, p50, p80 of a frame of runs) stand together in
     one column "X (unit), median [p20, p80]" at the place of the first; an `n` column says of how many. A frame of runs
-    with one metric and unit names them in that header and drops both columns. `digits`: significant ones; whole
-    numbers stay whole. LabError: no rows, an unknown column, more than `MOST_ROWS` rows.
+    with one metric and unit names them in that header and drops both columns; where rows differ in them they stay. An
+    index with a name, or of texts, comes first, as groupby leaves it; `columns` may name its levels. `digits`:
+    significant ones; whole numbers stay whole. LabError: no rows, an unknown column, more than `MOST_ROWS` rows.
     """
+    need_columns(df, (), "table")
+    df = _with_index(df)
     need_columns(df, columns or (), "table")
     if len(df) > MOST_ROWS:
         raise LabError(f"lab.plot.table got {len(df):,} rows, more than {MOST_ROWS:,}: choose rows, or write a CSV.")
@@ -103,6 +106,17 @@ def header_of(name: str) -> str:
         if base.endswith(suffix):
             return f"{base.removesuffix(suffix).replace('_', ' ')} ({unit}){statistic}"
     return base.replace("_", " ") + statistic
+
+
+def _with_index(df: "pd.DataFrame") -> "pd.DataFrame":
+    """The frame with its index in front, where that says something: numbers without a name only count rows."""
+    wide: Any = df.copy(deep=False)
+    for number in reversed(range(df.index.nlevels)):
+        level: Any = df.index.get_level_values(number)
+        name = "" if level.name is None else level.name
+        if (name or level.dtype.kind not in "iuf") and name not in wide.columns:
+            wide.insert(0, name, level)
+    return wide
 
 
 def _layout(frame: Any, names: list[str]) -> list[tuple[str, list[str]]]:
@@ -142,8 +156,8 @@ def _spread_header(p50: str, metric: str) -> str:
 
 
 def _one_metric(frame: Any, names: list[str]) -> str:
-    """ "time (ms)" for a frame of runs whose rows all have that metric and unit, else ""."""
-    if not {"metric", "unit", "p50"} <= set(names):
+    """ "time (ms)" for a frame of runs whose rows all have that metric and unit, shown or not, else ""."""
+    if "p50" not in names or not {"metric", "unit"} <= set(frame.columns):
         return ""
     pairs = {(str(m), str(u)) for m, u in zip(frame["metric"], frame["unit"], strict=True)}
     if len(pairs) != 1:

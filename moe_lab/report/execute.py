@@ -23,6 +23,11 @@ class CellError(LabError):
         self.cell, self.title, self.why = cell, title, why
         super().__init__(f"{where}: cell {cell} ({title}) {why}")
 
+    @property
+    def is_claim(self) -> bool:
+        """Whether an assertion of the notebook failed: an answer, where anything else is an accident."""
+        return self.why.startswith("raised AssertionError")
+
 
 def execute(notebook: Any, folder: Path, where: str, *, timeout_s: float, progress: Progress | None) -> None:
     """Fill `notebook`'s outputs in place. The kernel starts in `folder`; each cell may take `timeout_s` seconds.

@@ -68,11 +68,22 @@ def numbers(notebook: Any) -> list[Number]:
     found: list[Number] = []
     for place, (index, title) in enumerate(titles(notebook).items(), start=1):
         table = 0
-        for output in notebook["cells"][index].get("outputs", []):
+        for output in _whole(notebook["cells"][index].get("outputs", [])):
             for entries in _tables(output):
                 table += 1
                 found += _named_apart([Number(place, title, table, *entry) for entry in entries])
     return found
+
+
+def _whole(outputs: list[Any]) -> list[Any]:
+    """The outputs without stderr, what was printed in a row as one: where a kernel cuts a stream depends on time."""
+    whole: list[Any] = []
+    for output in (one for one in outputs if one.get("name") != "stderr"):
+        if whole and "text" in output and "text" in whole[-1]:
+            whole[-1] = {**whole[-1], "text": whole[-1]["text"] + output["text"]}
+        else:
+            whole.append(output)
+    return whole
 
 
 def _tables(output: Any) -> list[list[tuple[str, str, str]]]:
@@ -80,7 +91,7 @@ def _tables(output: Any) -> list[list[tuple[str, str, str]]]:
     data = output.get("data", {})
     if markup := data.get("text/html"):
         return _html_tables(markup)
-    if "image/png" in data or output.get("name") == "stderr":
+    if "image/png" in data:
         return []  # a figure's text is its alt text, which states what its data say
     return [entries] if (entries := _text_table(output.get("text") or data.get("text/plain") or "")) else []
 

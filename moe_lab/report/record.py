@@ -53,7 +53,7 @@ def read_record(page: Path) -> dict[str, Any]:
     if found is None:
         raise LabError(
             f"{page} is no report that can be run again: it holds no record. Pages of `moe-lab report` and "
-            "moe_lab.report.run do, unless a cell failed."
+            "moe_lab.report.run do, unless a cell failed; those of nbconvert do not."
         )
     try:
         record = json.loads(found[1])

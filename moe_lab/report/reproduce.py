@@ -70,7 +70,7 @@ def reproduce(
     try:
         execute(made, folder_of(record, path), name, timeout_s=timeout_s, progress=progress)
     except CellError as error:
-        if not error.why.startswith("raised AssertionError"):
+        if not error.is_claim:
             raise
         broken = f"cell {error.cell} ({error.title}) {error.why}"
     after = numbers(made)

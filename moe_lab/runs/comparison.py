@@ -7,19 +7,20 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import MissingExtra
-from moe_lab.runs.record import CASE, Record
+from moe_lab.runs.record import CASE, Record, Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 class Verdict(StrEnum):
-    """B against A."""
+    """B against A. Broken: right and timed in A, and in B, under the same conditions, wrong or not run."""
 
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "same"
     INCOMPARABLE = "incomparable"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,8 @@ class Difference:
 class Pair:
     """Two records of one measurement, A's and B's (None where a run lacks it), and what comes of them.
 
-    `ratio` is B's median divided by A's, `low` and `high` its 95 % bootstrap interval, all None where there is no
-    verdict on time. `reason` says why not, or what the verdict rests on. `broke`: right and timed in A, and in B, under
-    the same conditions, wrong or not run.
+    `ratio` is B's median divided by A's, `low` and `high` its bootstrap interval (`Comparison.share`), all None where
+    there is no verdict on time. `reason` says why not, or what the verdict rests on.
     """
 
     a: Record | None
@@ -51,7 +51,6 @@ class Pair:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    broke: bool = False
 
     @property
     def record(self) -> Record:
@@ -63,7 +62,12 @@ class Pair:
     @property
     def regression(self) -> bool:
         """Slower, or no longer right."""
-        return self.broke or self.verdict is Verdict.SLOWER
+        return self.verdict in (Verdict.SLOWER, Verdict.BROKEN)
+
+    @property
+    def lost(self) -> bool:
+        """Measured in A, and not compared: missing in B, or incomparable."""
+        return self.verdict is Verdict.INCOMPARABLE and self.a is not None and self.a.status is Status.PASSED
 
     def row(self) -> dict[str, Any]:
         """Flat: what was measured, both medians and statuses, ratio, interval, verdict, reason."""
@@ -85,12 +89,17 @@ class Pair:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+FAMILY = 0.95
+"""How surely all intervals of a comparison hold at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
     """`diff(a, b)`: pairs, what differs between the runs, and the verdict on the whole.
 
-    The whole is slower when any pair is; incomparable when a pair broke or none could be judged; else faster when any
-    pair is, else same. `ok` is False when there is a regression: a pair that is slower, or right before and not now.
+    The whole is broken when any pair is, else slower when any is; incomparable when none could be judged; else faster
+    when any pair is, else same. `share` is the level of each interval, chosen so that all of them hold together
+    (`covers`).
     """
 
     label_a: str
@@ -98,33 +107,51 @@ class Comparison:
     pairs: tuple[Pair, ...]
     differences: tuple[Difference, ...]
     threshold: float
+    share: float = FAMILY
 
     @property
     def ok(self) -> bool:
-        """No pair is a regression."""
-        return not any(pair.regression for pair in self.pairs)
+        """Everything measured in A was compared, something was, and no pair is a regression."""
+        bad = any(pair.regression or pair.lost for pair in self.pairs)
+        return not bad and self.verdict is not Verdict.INCOMPARABLE
 
     @property
     def verdict(self) -> Verdict:
         """Of the whole, as the class says."""
         seen = {pair.verdict for pair in self.pairs}
-        if Verdict.SLOWER in seen:
-            return Verdict.SLOWER
-        if any(pair.broke for pair in self.pairs) or not seen - {Verdict.INCOMPARABLE}:
-            return Verdict.INCOMPARABLE
-        return Verdict.FASTER if Verdict.FASTER in seen else Verdict.SAME
+        ranked = (Verdict.BROKEN, Verdict.SLOWER, Verdict.FASTER, Verdict.SAME)
+        return next((verdict for verdict in ranked if verdict in seen), Verdict.INCOMPARABLE)
 
     @property
     def summary(self) -> str:
-        """One line: the verdict, how many pairs went which way, and what stands between the runs."""
+        """One line: the verdict, how many pairs went which way, what of A was not compared, what stands between."""
         count = Counter(pair.verdict for pair in self.pairs)
-        text = f"{self.verdict}: of {len(self.pairs)} pairs " + ", ".join(
-            f"{count[v]} {v}" for v in Verdict if count[v]
-        )
-        broke = sum(pair.broke for pair in self.pairs)
-        text += f"; {broke} passed before and do not now" if broke else ""
-        blocks = [str(difference) for difference in self.differences if difference.blocks]
-        return f"{text}; the runs differ in {', '.join(blocks)}" if blocks else text
+        went = ", ".join(f"{count[v]} {v}" for v in Verdict if count[v])
+        parts = [f"{self.verdict}: of {len(self.pairs)} pairs {went or 'none'}"]
+        if count[Verdict.BROKEN]:
+            parts.append(f"{count[Verdict.BROKEN]} passed before and do not now")
+        if lost := [_named(pair.record) for pair in self.pairs if pair.lost]:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            parts.append(f"measured in A and not compared: {', '.join(lost[:3])}{more}")
+        elif self.verdict is Verdict.INCOMPARABLE:
+            parts.append("nothing was compared")
+        if blocks := [str(difference) for difference in self.differences if difference.blocks]:
+            parts.append(f"the runs differ in {', '.join(blocks)}")
+        return "; ".join(parts)
+
+    @property
+    def covers(self) -> str:
+        """What the intervals hold for: all at once, and within these two runs. Empty where there is none."""
+        n = sum(pair.ratio is not None for pair in self.pairs)
+        if not n:
+            return ""
+        hold = f"the interval holds at {100 * FAMILY:.0f} %"
+        if n > 1:
+            hold = f"the {n} intervals hold at once at {100 * FAMILY:.0f} % (each at {100 * self.share:.4f} %)"
+        return f"{hold} for noise within these two runs; what changes from one run to the next is in no interval"
+
+    def __repr__(self) -> str:
+        return f"Comparison(A {self.label_a}, B {self.label_b}: {self.summary})"
 
     @property
     def table(self) -> "pd.DataFrame":
@@ -145,7 +172,11 @@ class Comparison:
         around = "".join(f"<li>{escape(str(d))}{' (blocks)' if d.blocks else ''}</li>" for d in self.differences)
         more = f"<p>{len(ranked) - 12} more in <code>.table</code></p>" if len(ranked) > 12 else ""
         title = f"<b>A {escape(self.label_a)}, B {escape(self.label_b)}: {escape(self.summary)}</b>"
-        return f"<div>{title}<ul>{around}</ul><table><tr>{head}</tr>{rows}</table>{more}</div>"
+        return f"<div>{title}<ul>{around}</ul><table><tr>{head}</tr>{rows}</table>{more}<p>{self.covers}</p></div>"
+
+
+def _named(record: Record) -> str:
+    return " ".join(part for part in (record.what, record.case.label, record.arm, record.format) if part)
 
 
 def _html_row(pair: Pair) -> str:

@@ -14,6 +14,14 @@ def key(record: Record) -> Hashable:
     return (record.what, record.case, record.arm, record.shared_arm, record.format, record.metric)
 
 
+def first_of_each(records: Iterable[Record]) -> list[tuple[Record, int]]:
+    """Each measurement's first record, and how many there are of it."""
+    groups: dict[Hashable, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[key(record)].append(record)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
 def couples(a: Iterable[Record], b: Iterable[Record]) -> list[Couple]:
     """Every record of both runs once, in A's order, then B's. A record with no twin stands alone.
 

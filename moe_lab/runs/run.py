@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ import numpy as np
 from moe_lab.environment import driver, environment
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.runs.columns import COLUMNS, NUMBERS, WHOLE, to_columns
+from moe_lab.runs.pairs import first_of_each
 from moe_lab.runs.record import Record, Status
 from moe_lab.runs.store import SUFFIX, read, write
 
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 RUN_COLUMNS = ("run", "date", "seed", "run_backend")
 """What a frame of several runs says besides COLUMNS and the environments; `run_backend` is the environment's."""
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,59}")
+
+
+def expect_folder(save: str | Path) -> None:
+    """LabError for a file's name where a folder is wanted."""
+    if Path(save).suffix == SUFFIX and not Path(save).is_dir():
+        raise LabError(f"save to {str(save)!r}: wanted a folder; a run names its own file in it.")
 
 
 def measured() -> dict[str, str]:
@@ -42,7 +50,8 @@ class Run:
     """Records of one session at a machine. `what` names the run in a file name ("bench"), `workload` says it in words.
 
     `options`: what was asked for, anything JSON holds. `environment`: name -> text, measured now when None; device and
-    backend must be in it. `date`: ISO 8601, UTC, now when None. `label`: what plots call the run; the file's stem.
+    backend must be in it. `date`: ISO 8601, UTC, now when None. `label`: what plots call the run; without one, the
+    file's stem.
     LabError or LabTypeError for anything that a file could not hold.
     """
 
@@ -63,9 +72,11 @@ class Run:
             raise LabError(
                 f"a run's what is {self.what!r}; it names a file: small letters, digits, . _ - (60 at most)."
             )
-        if not isinstance(self.workload, str) or (self.seed is not None and not isinstance(self.seed, int)):
+        texts = isinstance(self.workload, str) and isinstance(self.label, str)
+        if not texts or (self.seed is not None and not isinstance(self.seed, int)):
             raise LabTypeError(
-                f"a run wants a text as workload and a whole seed, got {self.workload!r}, {self.seed!r}."
+                f"a run wants texts as workload and label and a whole seed, got {self.workload!r}, {self.label!r}, "
+                f"{self.seed!r}."
             )
         put(self, "options", _options(self.options))
         put(self, "environment", measured() if self.environment is None else _environment(self.environment))
@@ -85,8 +96,19 @@ class Run:
         return {**kept, "environment": self.environment}
 
     def save(self, folder: str | Path = "runs") -> Path:
-        """Write `<folder>/<UTC time>-<what>-<hash>.parquet` and return its path. LabError if it is there already."""
-        return write(tuple(self.records), self._about(), Path(folder) / (self._name() + SUFFIX))
+        """Write `<folder>/<UTC time>-<what>-<hash>.parquet` and return its path.
+
+        LabError if it is there already, for a run without records, and for a file's name in the folder's place. A
+        measurement that stands twice is kept and warned of: `diff` cannot pair it.
+        """
+        if not self.records:
+            raise LabError(f"run {self.label} holds no records; there is nothing to save.")
+        expect_folder(folder)
+        if twice := [record for record, n in first_of_each(self.records) if n > 1]:
+            warnings.warn(f"{len(twice)} of its measurements stand more than once, first {twice[0]}.", stacklevel=2)
+        name = self._name()
+        label = {} if self.label == name else {"label": self.label}
+        return write(tuple(self.records), self._about() | label, Path(folder) / (name + SUFFIX))
 
     @classmethod
     def load(cls, path: str | Path) -> "Run":
@@ -98,7 +120,8 @@ class Run:
             raise LabError(f"{path} is a damaged run: its metadata lacks {', '.join(missing)}.")
         try:
             _environment(about["environment"])  # before None could stand for the machine that reads
-            return cls(records=records, label=Path(path).stem, **{name: about[name] for name in names})
+            label = about.get("label") or Path(path).stem
+            return cls(records=records, label=label, **{name: about[name] for name in names})
         except LabError as e:
             raise LabError(f"{path} is a damaged run: {e}") from e
 

@@ -12,19 +12,25 @@ from typing import Any
 
 from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.runs.checksum import checksum
 from moe_lab.runs.columns import COLUMNS, NUMBERS, WHOLE, from_columns, to_columns
 from moe_lab.runs.record import Record
 
 SCHEMA = 1
 """Version of the file's columns and metadata; a reader refuses a newer one."""
 META_KEY = b"moe_lab_run"
+CHECKSUM = "checksum"
+"""Its name in the metadata. Files from before there was one load without it."""
 SUFFIX = ".parquet"
 
 
 def write(records: tuple[Record, ...], about: dict[str, Any], path: Path) -> Path:
     """Write a run to `path`, which must not exist. LabError naming it when it does or the disk refuses."""
     pa = _arrow()
-    table = _table(pa, records).replace_schema_metadata({META_KEY: json.dumps({"schema": SCHEMA, **about}).encode()})
+    columns = _columns(records)
+    meta = json.loads(json.dumps({"schema": SCHEMA, **about}))
+    meta[CHECKSUM] = checksum(columns, meta)
+    table = _table(pa, columns).replace_schema_metadata({META_KEY: json.dumps(meta).encode()})
     part = path.with_name(f".{path.name}.{token_hex(4)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +68,8 @@ def _place(part: Path, path: Path) -> None:
 def read(path: str | Path) -> tuple[tuple[Record, ...], dict[str, Any]]:
     """A run's records and what its metadata says.
 
-    LabError naming the file for anything else; for a newer schema it names both versions.
+    LabError naming the file for anything else, and for values that are not those of its checksum; for a newer schema
+    it names both versions.
     """
     path, pa = Path(path), _arrow()
     if not path.is_file():
@@ -77,6 +84,7 @@ def read(path: str | Path) -> tuple[tuple[Record, ...], dict[str, Any]]:
         if missing:
             raise LabError(f"{path} is a damaged run: it lacks the columns {', '.join(missing)}.")
         columns = file.read(columns=[*COLUMNS, "samples"]).to_pydict()
+        _check_sum(path, columns, about or {})
     except LabError:
         raise
     # What damaged bytes make pyarrow raise is nearly anything.
@@ -95,6 +103,12 @@ def _about(metadata: bytes) -> Any:
         raise ValueError(f"its metadata is no JSON: {e}") from e
 
 
+def _check_sum(path: Path, columns: dict[str, list[Any]], about: dict[str, Any]) -> None:
+    noted = about.pop(CHECKSUM, None)
+    if noted is not None and noted != checksum(columns, about):
+        raise LabError(f"{path} is a damaged run: its records or metadata do not have the checksum that it notes.")
+
+
 def _check_schema(path: Path, about: Any) -> None:
     if about is None:
         raise LabError(f"{path} is a Parquet file, but no run: it has no {META_KEY.decode()} metadata.")
@@ -110,16 +124,20 @@ def _check_schema(path: Path, about: Any) -> None:
         )
 
 
-def _table(pa: Any, records: tuple[Record, ...]) -> Any:
+def _columns(records: tuple[Record, ...]) -> dict[str, list[Any]]:
+    columns = to_columns(records)
+    for name in (name for name in COLUMNS if name not in (*WHOLE, *NUMBERS)):
+        columns[name] = [_encodable(text) for text in columns[name]]
+    return columns
+
+
+def _table(pa: Any, columns: dict[str, list[Any]]) -> Any:
     kinds = {
         **dict.fromkeys(COLUMNS, pa.string()),
         **dict.fromkeys(WHOLE, pa.int64()),
         **dict.fromkeys(NUMBERS, pa.float64()),
         "samples": pa.list_(pa.float64()),
     }
-    columns = to_columns(records)
-    for name in (name for name, kind in kinds.items() if kind == pa.string()):
-        columns[name] = [_encodable(text) for text in columns[name]]
     return pa.table({name: pa.array(columns[name], kind, from_pandas=False) for name, kind in kinds.items()})
 
 

@@ -5,11 +5,12 @@ Two runs are comparable when device, backend, driver, torch, triton, threads and
 """
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.runs.bootstrap import LEAST_SAMPLES, ratio_interval
-from moe_lab.runs.comparison import Comparison, Difference, Pair, Verdict
+from moe_lab.runs.bootstrap import LEAST_SAMPLES, least_doubt, ratio_interval
+from moe_lab.runs.comparison import FAMILY, Comparison, Difference, Pair, Verdict
 from moe_lab.runs.pairs import Couple, couples, unlike, unpaired
 from moe_lab.runs.record import Record, Status
 from moe_lab.runs.run import Run
@@ -30,9 +31,12 @@ def diff(
 ) -> Comparison:
     """Compare run B with run A, record by record.
 
-    Slower: the time's ratio is beyond 1 + threshold and its 95 % interval (bootstrap of both medians, drawn from
-    `seed`) excludes 1; faster: the same the other way; same: neither. Units ending in "/s" are rates, where more is
-    faster. `across`: names of BLOCKING, or "method", that may differ all the same, when it is they that are compared.
+    Slower: the time's ratio is beyond 1 + threshold and its interval (bootstrap of both medians, drawn from `seed`)
+    excludes 1; faster: the same the other way; same: neither; broken: PASSED in A, in B no longer. The intervals of all
+    timed pairs hold at once at 95 % (Sidak: each at 0.95 ** (1 / pairs)), for noise within these two runs: equal runs
+    are called equal whatever their number of records, unless something changed from one run to the next. Units ending
+    in "/s" are rates, where more is faster. `across`: names of BLOCKING, or "method", that may differ all the same,
+    when it is they that are compared.
     LabError for files that are no runs, a threshold outside 0 to 1, unknown names in `across`.
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
@@ -41,8 +45,10 @@ def diff(
         raise LabError(f"across={across!r}: wanted names out of {', '.join((*BLOCKING, 'method'))}.")
     a, b = _run(a), _run(b)
     found = differences(a, b, across)
-    pairs = tuple(_judge(couple, found, across, threshold, seed) for couple in couples(a.records, b.records))
-    return Comparison(a.label, b.label, pairs, found, threshold)
+    judged = [_judge(couple, found, across) for couple in couples(a.records, b.records)]
+    share = FAMILY ** (1 / max(1, sum(not isinstance(one, Pair) for one in judged)))
+    pairs = tuple(one if isinstance(one, Pair) else _timed(*one, threshold, seed, share) for one in judged)
+    return Comparison(a.label, b.label, pairs, found, threshold, share)
 
 
 def differences(a: Run, b: Run, across: Sequence[str] = ()) -> tuple[Difference, ...]:
@@ -75,8 +81,9 @@ def _run(run: Run | str | Path) -> Run:
     return run
 
 
-def _judge(couple: Couple, found: Sequence[Difference], across: Sequence[str], threshold: float, seed: int) -> Pair:
-    a, b = (next(iter(records), None) for records in couple)
+def _judge(couple: Couple, found: Sequence[Difference], across: Sequence[str]) -> Pair | tuple[Record, Record]:
+    """The verdict where no time decides it, else the two records whose times do."""
+    a, b = (min(records, key=lambda r: r.status is not Status.PASSED, default=None) for records in couple)
     alone = unpaired(couple)
     if alone or a is None or b is None:
         return Pair(a, b, Verdict.INCOMPARABLE, alone or "")
@@ -86,13 +93,13 @@ def _judge(couple: Couple, found: Sequence[Difference], across: Sequence[str], t
         return Pair(a, b, Verdict.INCOMPARABLE, ", ".join(blocks.values()))
     if a.status != b.status:
         said = next((f" ({r.reason})" for r in (b, a) if r.reason), "")
-        broke = a.status is Status.PASSED
-        return Pair(a, b, Verdict.INCOMPARABLE, f"{a.status} against {b.status}{said}", broke=broke)
+        verdict = Verdict.BROKEN if a.status is Status.PASSED else Verdict.INCOMPARABLE
+        return Pair(a, b, verdict, f"{a.status} against {b.status}{said}")
     if a.status is not Status.PASSED:
         return Pair(a, b, Verdict.SAME, f"{a.status} in both")
     if reason := _untimed(a, b):
         return Pair(a, b, Verdict.INCOMPARABLE, reason)
-    return _timed(a, b, threshold, seed)
+    return a, b
 
 
 def _untimed(a: Record, b: Record) -> str | None:
@@ -111,11 +118,18 @@ def _untimed(a: Record, b: Record) -> str | None:
     return None
 
 
-def _timed(a: Record, b: Record, threshold: float, seed: int) -> Pair:
+def _timed(a: Record, b: Record, threshold: float, seed: int, share: float) -> Pair:
     assert a.spread is not None
     assert b.spread is not None
+    if least_doubt(a.spread.n, b.spread.n) > 1 - share:
+        needed = next(n for n in count(LEAST_SAMPLES) if least_doubt(n, n) <= 1 - share)
+        return Pair(
+            a, b, Verdict.INCOMPARABLE,
+            f"{a.spread.n} and {b.spread.n} samples; an interval that holds beside those of all other pairs needs "
+            f"{needed} each",
+        )  # fmt: skip
     ratio = b.spread.p50 / a.spread.p50
-    low, high = ratio_interval(a.spread.samples, b.spread.samples, seed=seed)
+    low, high = ratio_interval(a.spread.samples, b.spread.samples, seed=seed, share=share)
     more = ratio > 1 + threshold and low > 1
     less = ratio < 1 / (1 + threshold) and high < 1
     rate = a.unit.endswith("/s")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_lab.checks import wants_whole, wants_wholes
-from moe_lab.errors import MissingExtra
+from moe_lab.errors import LabError, MissingExtra
 from moe_lab.simulate.bounds import BELADY
 from moe_lab.simulate.replay import AnyPolicy, check_policies, misses_of
 from moe_lab.simulate.requests import Request, Trace, in_waves, requests_of
@@ -75,10 +75,15 @@ def steps(
 
 
 def capacities(given: int | Iterable[int]) -> list[int]:
-    """One capacity or several as a list. LabTypeError for what is no whole number, LabError below 1."""
+    """One capacity or several as a list, each once. LabTypeError for what is no whole number, LabError for none at all
+    and below 1.
+    """
     if isinstance(given, Integral) or not isinstance(given, Iterable):
         return [wants_whole("capacity", given, 1)]
-    return wants_wholes("capacity", given, 1)
+    listed = list(dict.fromkeys(wants_wholes("capacity", given, 1)))
+    if not listed:
+        raise LabError("capacity is empty; wanted at least one number of slots.")
+    return listed
 
 
 def _split(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from moe_lab.card import byte_size, card
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.stream.access import IoMode, check_io
@@ -42,7 +43,8 @@ STALL_MS = 1000.0  # a wait for bytes that is longer is counted as a stall; it i
 class ExpertCache:
     """`slots` experts, or as many as `gib` GiB hold, kept ready under `policy` (a name or your own object).
 
-    `per_layer`: the slots are split evenly over the layers, each with a policy of its own. `threads` read the file
+    `per_layer`: the slots are split evenly over the layers, each with a policy of its own (a copy of your object, which
+    itself stays as it was; `policies` has those at work). `threads` read the file
     (None: as many as `moe-lab calibrate` found best for its disk, else 4). `io`: how, see `stream.access`; `verify`:
     "sampled" or "strict" checksums, which packed files have. Memory is taken at the first `bind`. Counters: hits and
     misses (experts read), each counted once a request; bytes_read. Safe to use from several threads. Raises LabError
@@ -97,10 +99,19 @@ class ExpertCache:
         how = "" if self._io_mode is None else f", io={self._io_mode}"
         return f"ExpertCache({size}, policy={self.policy!r}, hits={self.hits}, misses={self.misses}{how})"
 
+    def _repr_html_(self) -> str:
+        facts = {n: getattr(self, n) for n in ("slots", "policy", "hits", "misses", "read_ahead", "stalls", "io_mode")}
+        return card("ExpertCache", {**facts, "read": byte_size(self.bytes_read)})
+
     @property
     def policy(self) -> str:
         """The policy's name, as tables show it."""
         return policy_name(self._policy)
+
+    @property
+    def policies(self) -> dict[int, Policy]:
+        """The policy at work by layer: the same object, or with `per_layer` one each. Empty before the first `bind`."""
+        return {layer: part.table.policy for layer, part in self._by_layer.items()}
 
     @property
     def slots(self) -> int | None:

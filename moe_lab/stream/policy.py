@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.protocols import check_object
+from moe_lab.protocols import check_new_name, check_object
 from moe_lab.stream.policies.base import Key, Policy, PolicyExtras
 from moe_lab.stream.policies.lfu import LFU, LFUDA, LFUDecay
 from moe_lab.stream.policies.lru import LRU
@@ -38,15 +38,15 @@ def policy_name(policy: object) -> str:
 def policy_factory(policy: str | object) -> PolicyFactory:
     """A maker of fresh policies from a name, a class or factory, or an object (copied, so that each cache has its own).
 
-    Raises LabError for an unknown name, LabTypeError for an object that lacks a hook, or has one that cannot be called
-    as a cache calls it.
+    Raises LabError for an unknown name or an object with the name of one of the lab's, LabTypeError for an object that
+    lacks a hook, has one that cannot be called as a cache calls it, or cannot be copied.
     """
     if isinstance(policy, str):
         return _named(policy)
     if _is_maker(policy):
         return lambda: _made(policy)
     checked = _checked(policy)
-    return lambda: copy.deepcopy(checked)
+    return lambda: _copied(checked)
 
 
 def make_policy(policy: str | object, **options: Any) -> Policy:
@@ -87,18 +87,37 @@ def _is_maker(policy: object) -> bool:
 def _made(maker: object) -> Policy:
     try:
         policy = maker()  # type: ignore[operator]
-    except TypeError as error:
+    except Exception as error:
         raise LabTypeError(
-            f"eviction policy {policy_name(maker)!r} cannot be made by calling it without arguments ({error}); pass an "
-            "object of it, or a function that makes one."
+            f"eviction policy {policy_name(maker)!r} cannot be made by calling it without arguments "
+            f"({type(error).__name__}: {error}); pass an object of it, or a function that makes one."
         ) from error
     return _checked(policy)
+
+
+def _copied(policy: Policy) -> Policy:
+    try:
+        return copy.deepcopy(policy)
+    except Exception as error:  # a lock inside, or a subclass of dict whose __init__ takes other arguments
+        raise LabTypeError(
+            f"eviction policy {policy_name(policy)!r} cannot be copied ({type(error).__name__}: {error}), and each "
+            "simulation, and each layer of a cache with per_layer=True, has a copy of the object; pass its class, or a "
+            "function that makes one."
+        ) from error
 
 
 def _checked(policy: object) -> Policy:
     if type(policy) not in POLICIES.values():
         check_object(policy, Policy, "eviction policy", POLICIES, optional=PolicyExtras)
+        check_new_name(policy_name(policy), "eviction policy", POLICIES)
     return policy  # type: ignore[return-value]
+
+
+def blame(policy: Policy, error: Exception) -> None:
+    """Raise what a policy of the user's raised as a LabError with its name; the lab's errors and MemoryError pass."""
+    if type(policy) in POLICIES.values() or isinstance(error, LabError | MemoryError):
+        return
+    raise LabError(f"eviction policy {policy_name(policy)!r} raised {type(error).__name__}: {error}") from error
 
 
 __all__ = [
@@ -115,6 +134,7 @@ __all__ = [
     "Predicted",
     "RandomOldest",
     "Static",
+    "blame",
     "make_policy",
     "policy_factory",
     "policy_name",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from moe_lab.errors import LabError
-from moe_lab.stream.policy import Key, Policy, policy_name
+from moe_lab.stream.policy import Key, Policy, blame, policy_name
 
 _T = TypeVar("_T")
 
@@ -56,21 +56,24 @@ class SlotTable:
 
         The policy hears of the request as a whole, then of each key in the order given: which keys were hits must not
         decide how recent they are, or a bigger LRU could miss what a smaller one holds. Raises LabError when the policy
-        names a victim that is no candidate.
+        names a victim that is no candidate, or when a policy of the user's raises.
         """
         missing = [key for key in keys if key not in self.resident]
         if len(missing) > len(self.free) + len(self.idle) - sum(key in self.idle for key in keys):
             return None
         for key in keys:
             self.idle.pop(key, None)
-        if (begin := getattr(self.policy, "on_request", None)) is not None:
-            begin(keys)
-        for key in keys:
-            if key in self.resident:
-                self.policy.on_hit(key)
-            else:
-                self.resident[key] = self.free.pop() if self.free else self._evict()
-                self.policy.on_insert(key)
+        try:
+            if (begin := getattr(self.policy, "on_request", None)) is not None:
+                begin(keys)
+            for key in keys:
+                if key in self.resident:
+                    self.policy.on_hit(key)
+                else:
+                    self._enter(key)
+        except Exception as error:
+            blame(self.policy, error)
+            raise
         return missing
 
     def admit(self, key: Key) -> bool:
@@ -79,8 +82,11 @@ class SlotTable:
         """
         if not self.free and not self.idle:
             return False
-        self.resident[key] = self.free.pop() if self.free else self._evict()
-        self.policy.on_insert(key)
+        try:
+            self._enter(key)
+        except Exception as error:
+            blame(self.policy, error)
+            raise
         return True
 
     def put_back(self, key: Key) -> None:
@@ -105,6 +111,10 @@ class SlotTable:
             # The policy may never have heard of the key; the exception that tore the plan is the one to be seen.
             with suppress(Exception):
                 self.policy.on_evict(key)
+
+    def _enter(self, key: Key) -> None:
+        self.resident[key] = self.free.pop() if self.free else self._evict()
+        self.policy.on_insert(key)
 
     def _evict(self) -> int:
         key = self.policy.victim(self.idle.keys())

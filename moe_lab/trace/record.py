@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_lab.card import spans
+from moe_lab.card import card, spans
 from moe_lab.checks import wants, wants_path, wants_whole
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.trace.values import (
@@ -111,6 +111,19 @@ class RoutingTrace:
         held = [name for name in ("token_ids", "domains", "margin") if getattr(self, name) is not None]
         held = ["weights", *held] if self.has_weights else held
         return f"RoutingTrace({sizes}, layers {spans(list(self.layers))}, with {', '.join(held) or 'ids alone'})"
+
+    def _repr_html_(self) -> str:
+        held = [name for name in ("token_ids", "domains", "margin") if getattr(self, name) is not None]
+        facts = {
+            "tokens, T": self.tokens,
+            "layers": spans(list(self.layers)),
+            "picks a token, K": self.top_k,
+            "experts, E": self.num_experts,
+            "router width, R": self.width,
+            "with": ", ".join(["weights", *held] if self.has_weights else held) or "ids alone",
+            "model": self.model_hash,
+        }
+        return card("RoutingTrace", facts)
 
     @property
     def tokens(self) -> int:

@@ -26,14 +26,15 @@ def good(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, about: dict[str, Any] | bytes | None = None, **columns: list) -> Path:
-    """A copy of a run's file with other metadata or columns."""
+    """A copy of a run's file with other metadata or columns, as if written so: without the checksum of what it was."""
     table = pq.read_table(path)
     for name, values in columns.items():
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-    if isinstance(about, dict):
-        about = json.dumps({**json.loads(table.schema.metadata[b"moe_lab_run"]), **about}).encode()
-    if about is not None:
-        table = table.replace_schema_metadata({"moe_lab_run": about})
+    if not isinstance(about, bytes):
+        about = {**json.loads(table.schema.metadata[b"moe_lab_run"]), **(about or {})}
+        del about["checksum"]
+        about = json.dumps(about).encode()
+    table = table.replace_schema_metadata({"moe_lab_run": about})
     pq.write_table(table, path.with_name("changed.parquet"))
     return path.with_name("changed.parquet")
 
@@ -64,17 +65,52 @@ def test_a_truncated_file_is_named(good: Path, share: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_flipped_bytes_give_a_run_or_one_error_that_names_the_file(good: Path, seed: int) -> None:
+def test_flipped_bytes_give_the_same_run_or_one_error_that_names_the_file(good: Path, seed: int) -> None:
+    before = told(Run.load(good))
     draw, data = random.Random(seed), bytearray(good.read_bytes())
     for _ in range(draw.choice((1, 1, 4, 32))):
         data[draw.randrange(len(data))] = draw.randrange(256)
     good.write_bytes(data)
     said = ""
     try:
-        Run.load(good)
+        assert told(Run.load(good)) == before
     except lab.LabError as error:
         said = str(error)
     assert not said or str(good) in said
+
+
+def told(made: Run) -> tuple[str, ...]:
+    names = ("records", "what", "workload", "options", "seed", "date", "environment")
+    return tuple(repr(getattr(made, name)) for name in names)
+
+
+CHANGED = {
+    "a float": {"p95": [1.5, 1.5, None]},
+    "a whole number": {"tokens": [9, 16, 8]},
+    "a text": {"arm": ["gemw", "gemv", "mine"]},
+    "a missing value": {"floor": [None, 0.5, None]},
+    "metadata": {"about": {"seed": 1}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=list(CHANGED))
+def test_values_that_are_possible_but_not_what_was_saved_are_found(good: Path, change: dict[str, Any]) -> None:
+    """Nothing but the checksum can tell: the changed file without one loads."""
+    without = rewritten(good, **change)
+    assert told(Run.load(without)) != told(Run.load(good))
+    noted = json.loads(pq.read_schema(good).metadata[b"moe_lab_run"])["checksum"]
+    about = json.loads(pq.read_schema(without).metadata[b"moe_lab_run"]) | {"checksum": noted}
+    table = pq.read_table(without).replace_schema_metadata({"moe_lab_run": json.dumps(about)})
+    pq.write_table(table, good)
+    with pytest.raises(lab.LabError, match=rf"{good.name} is a damaged run: .*checksum"):
+        Run.load(good)
+
+
+def test_the_same_values_packed_otherwise_keep_their_checksum(good: Path) -> None:
+    before = told(Run.load(good))
+    table = pq.read_table(good)
+    pq.write_table(table, good, compression="none", use_dictionary=False, row_group_size=1, version="1.0")
+    assert told(Run.load(good)) == before
 
 
 @pytest.mark.parametrize(

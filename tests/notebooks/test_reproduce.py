@@ -91,3 +91,15 @@ def test_a_page_that_cannot_run_is_exit_2(page: Path, capsys: Any) -> None:
     (page.parent.parent / "notebooks" / "measured.json").unlink()
     assert main(["reproduce", str(page)]) == 2
     assert "raised FileNotFoundError" in capsys.readouterr().err
+
+
+def test_a_report_whose_claim_fails_says_no(tmp_path: Path, capsys: Any) -> None:
+    """As `reproduce` does: 1 is an answer, 2 an accident."""
+    book = write(tmp_path / "n.ipynb", text("# A page"), text("## The claim"), code("assert 2 < 1, 'less'"))
+    command = ["report", "--notebook", str(book), "--out", str(tmp_path / "n.html"), "--json"]
+    assert main(command) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], answer["rows"][0]["claim"]) == (False, "raised AssertionError: less")
+    assert not (tmp_path / "n.html").exists()
+    write(book, code("1 / 0"))
+    assert main(command) == 2

@@ -119,13 +119,42 @@ class OneBadRow(Named):
 class LazyLater(Named):
     """Right in as many calls as a check takes, then nothing."""
 
-    def __init__(self, right: int = 6) -> None:
+    def __init__(self, right: int = 9) -> None:
         self.left = right
 
     def experts(self, x, stack, schedule, groups, y, ctx) -> None:
         self.left -= 1
         if self.left >= 0:
             super().experts(x, stack, schedule, groups, y, ctx)
+
+
+class ByFirstRow(Named):
+    """Remembers results by the values of the first row alone."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, torch.Tensor] = {}
+        self.hits: list[int] = []  # numbers of the calls that were answered from memory
+        self.calls = 0
+
+    def key(self, x: torch.Tensor) -> bytes:
+        return x[0].contiguous().view(torch.uint8).numpy().tobytes() + bytes(x.shape[0])
+
+    def experts(self, x, stack, schedule, groups, y, ctx) -> None:
+        key = self.key(x) + schedule.token.numpy().tobytes()
+        if key in self.kept:
+            self.hits.append(self.calls)
+            y.copy_(self.kept[key])
+        else:
+            super().experts(x, stack, schedule, groups, y, ctx)
+            self.kept[key] = y.clone()
+        self.calls += 1
+
+
+class ByAllRows(ByFirstRow):
+    """Remembers results by all it was given: right, and as quick as it likes where values come again."""
+
+    def key(self, x: torch.Tensor) -> bytes:
+        return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Raises(Honest):

@@ -70,6 +70,7 @@ SEEN_THROUGH = {
     "ChangesSchedule": "changed its input schedule.weight",
     "LeavesRows": "left 1 of 40 rows of y unwritten or not finite",
     "WritesElsewhere": "not its own",
+    "ByFirstRow": "when that row alone had changed: NMSE",
     "SlowAndWrong": "NMSE 0.01 is above 0.0005",
     "OneBadRow": "bound",
     "LazyLater": "right when checked, but not while timed",
@@ -97,7 +98,7 @@ def test_one_bad_row_of_many_is_seen() -> None:
         (arms.Raises(MemoryError()), "OOM", "MemoryError"),
         (arms.Raises(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "OOM", "can't allocate"),
         (arms.Raises(KeyError("q9_k")), "ERROR", "KeyError: 'q9_k'"),
-        (arms.Raises(torch.OutOfMemoryError("out of memory"), after=6), "OOM", "out of memory"),
+        (arms.Raises(torch.OutOfMemoryError("out of memory"), after=9), "OOM", "out of memory"),
     ],
     ids=["cuda", "host", "torch on the CPU", "another", "only while timed"],
 )
@@ -117,6 +118,38 @@ def test_inputs_are_fresh_in_every_call() -> None:
     assert len(whole) >= 5 + 3
     timed = whole[-6:]
     assert not any(torch.equal(a, b) for i, a in enumerate(timed) for b in timed[:i])
+
+
+CHECKS = 1 + 1 + 3 + 3  # fresh rows, the same storage, single rows, layouts
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(20, torch.float32), (1, torch.bfloat16)], ids=["batch", "one row"])
+def test_no_values_come_twice_while_timed(tokens: int, dtype: torch.dtype) -> None:
+    """Neither in the other state, nor in another benchmark of the same arm, nor where bf16 has few factors to draw."""
+    arm, layer, x = arms.ByAllRows(), tiny(), rows(tokens).to(dtype)
+    checks = CHECKS if tokens > 1 else 1 + 1 + 1
+    for _ in range(2):
+        arm.calls, arm.hits = 0, []
+        frame = lab.bench(layer, x, [arm], settings=replace(QUICK, least=60, most=60, states=("cold", "warm")))
+        assert set(frame.status) == {"PASSED"}
+        assert arm.calls >= checks + 2 * 61
+        assert not [call for call in arm.hits if call >= checks]
+
+
+def test_an_arm_wrong_in_another_layout_shows_that_error() -> None:
+    assert one(arms.ContiguousOnly()).error > lab.tolerances.tol("bench/layer")
+
+
+def test_an_own_arm_is_named_as_it_is() -> None:
+    class Returns(arms.Honest):
+        name = "returns"
+
+        def experts(self, x, stack, schedule, groups, y, ctx):
+            return x
+
+    row = one(Returns())
+    assert row.status == "ERROR"
+    assert "arm 'returns': experts returned a Tensor" in row.reason
 
 
 def test_picks_are_the_routers_or_those_given() -> None:
@@ -150,6 +183,7 @@ def test_a_streamed_layer_has_no_cold_or_warm() -> None:
     assert frame.shared_arm[0]
 
 
+@pytest.mark.wrong_types  # for its time: the checks are the tests' own and take four fifths of it
 def test_a_laptop_compares_its_own_arm_in_seconds() -> None:
     begin = time.process_time()
     with lab.open(lab.sample()) as ckpt:

@@ -24,10 +24,13 @@ def things() -> dict[str, Any]:
     return {
         "Checkpoint": ckpt, "MoELayer": layer, "MoEOutput": y, "Routing": y.routing,
         "QuantTensor": lab.quantize(x, "q2_k"), "ParityReport": lab.compare(layer, x, arms=["gemv", "reference"]),
+        "Prefilled": lab.prefill(layer, x, "token_loop"), "Timing": y.timing, "ExpertCache": lab.ExpertCache(slots=8),
+        "RoutingTrace": lab.RoutingTrace.load(lab.sample().parent / "trace.parquet"),
     }  # fmt: skip
 
 
 NAMES = ["Checkpoint", "MoELayer", "MoEOutput", "Routing", "QuantTensor", "ParityReport"]
+NAMES += ["Prefilled", "Timing", "ExpertCache", "RoutingTrace"]
 SAYS = {
     "Checkpoint": ["lab-42m.gguf", "qwen2_moe", "6: 0 to 5", "E=32", "down q3_k"],
     "MoELayer": ["MoELayer 3", "D=256", "q2_k/q2_k/q3_k", "resident on cpu"],
@@ -35,6 +38,10 @@ SAYS = {
     "Routing": ["tokens, T", "3", "32"],
     "QuantTensor": ["q2_k", "[3, 256]", "252 B"],
     "ParityReport": ["gemv PASSED", "reference", "nmse_ab", "first difference"],
+    "Prefilled": ["token_loop", "[3, 256]", "3", "wall (ms)"],
+    "Timing": ["layer 3", "gemv", "compute_ms", "weight_bytes"],
+    "ExpertCache": ["8", "lru", "0 B"],
+    "RoutingTrace": ["32", "0 to 5", "weights"],
 }
 
 
@@ -107,3 +114,11 @@ def test_every_public_object_with_tensors_has_a_card() -> None:
     """A dataclass that prints its tensors would fill a notebook's page."""
     for name in NAMES:
         assert dataclasses.is_dataclass(cls := getattr(lab, name, None)) is False or "_repr_html_" in vars(cls)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("MoEOutput", "Routing", "QuantTensor")])
+def test_repr_is_a_line_without_values(name: str, things: dict[str, Any]) -> None:
+    line = repr(things[name])
+    assert line.startswith(name)
+    assert len(line) < 400
+    assert "tensor(" not in line

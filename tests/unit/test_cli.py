@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +124,10 @@ def test_ctrl_c_while_torch_loads_is_one_line(tmp_path: Path, how: str) -> None:
     as_asked = {"module": ["-m", "moe_lab", "doctor"], "script": [str(tmp_path / "moe-lab"), "doctor"],
                 "library": ["-c", "import moe_lab"]}  # fmt: skip
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run([sys.executable, *as_asked[how]], capture_output=True, text=True, env=env, timeout=25)
+    done = subprocess.run(
+        [sys.executable, *as_asked[how]], capture_output=True, text=True, env=env, timeout=25,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit "ignore"
+    )  # fmt: skip
     if how == "library":
         assert done.stderr.endswith("KeyboardInterrupt\n"), "a program of one's own handles its interrupts itself"
     else:

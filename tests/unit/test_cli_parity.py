@@ -97,6 +97,7 @@ def test_other_rows_are_taken_and_their_flips_unknown(capsys, tmp_path) -> None:
         ((), "FILE"),
         ((MODEL, "--arms", "gemv"), "two or more"),
         ((MODEL, "--arms", "gemv,magic"), "magic"),
+        ((MODEL, "--arms", "gemv,reference,table", "--layer", "0", "--tokens", "4"), "table is UNSUPPORTED"),
         ((MODEL, "--layer", "9"), "0, 1, 2, 3, 4, 5"),
         ((MODEL, "--budget", "soon"), "--budget soon"),
         ((MODEL, "--budget", "speed=3"), "nmse_ab, nmse_a"),

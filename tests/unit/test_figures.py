@@ -153,3 +153,9 @@ def test_a_notebook_gets_data_up_to_a_size() -> None:
     wide = frames.timings().assign(note="x" * MOST_EMBEDDED)
     big = lab.plot.phases(wide).figure._repr_mimebundle_()[0][FIGURE_MIME]["panels"]
     assert (big[0]["csv"], big[0]["rows"]) == (None, 3)
+
+
+def test_a_stem_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(lab.LabError, match="names no file"):
+        lab.plot.save(lab.plot.phases(frames.timings()), f"{tmp_path}/fig/")
+    assert not [*tmp_path.iterdir()]

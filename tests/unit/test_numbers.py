@@ -158,3 +158,16 @@ def test_numbers_of_a_record_are_in_the_unit_that_its_row_names() -> None:
 def test_without_a_unit_a_records_columns_are_plain_numbers() -> None:
     found = shown(**{"text/html": RECORDS.drop(columns="unit").to_html(index=False)})
     assert not any(n.is_time for n in found)
+
+
+def test_where_a_kernel_cuts_a_stream_moves_no_number() -> None:
+    """Printed lines come in as many pieces as there were flushes, and stderr between them: that depends on time."""
+
+    def read(*streams: tuple[str, str]) -> list[Number]:
+        outputs = [new_output("stream", name=name, text=words) for name, words in streams]
+        table = new_output("display_data", data={"text/html": FRAME.to_html(index=False)})
+        return numbers(new_notebook(cells=[new_code_cell("show()", outputs=[*outputs, table])]))
+
+    whole = read(("stdout", "nmse 3.6e-05\nlost 4.25\n"))
+    assert [n.text for n in whole][:2] == ["3.6e-05", "4.25"]
+    assert read(("stdout", "nmse 3.6e-05\n"), ("stderr", "W 1\n"), ("stdout", "lost 4"), ("stdout", ".25\n")) == whole

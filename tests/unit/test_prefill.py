@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import moe_lab as lab
+from moe_lab.arms import ARMS
 from moe_lab.bench.batching import measure_batching
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.cost import cost_curve, crossover
-from moe_lab.bench.parts import measure_parts
+from moe_lab.bench.parts import measure_parts, quantised_to
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.formats import quantize
 from moe_lab.layer import MoELayer
@@ -123,6 +124,18 @@ def test_cost_curve_leaves_out_what_it_cannot_compare() -> None:
     wrong = df.assign(status="INCORRECT")
     with pytest.raises(lab.LabError, match="no arm was timed with one row"):
         cost_curve(wrong)
+    with pytest.raises(
+        lab.LabError, match=r"cost_curve wants a frame of lab\.bench or lab\.runs; this one lacks .*p20"
+    ):
+        cost_curve(df.rename(columns={"p20": "time_ms_p20"}))
+    with pytest.raises(lab.LabError, match=r"crossover wants a frame of cost_curve; this one lacks rows, time_us"):
+        crossover(df, "shared", "late")
+
+
+@pytest.mark.parametrize("column", ["zz", "arm", "layer"])
+def test_a_total_is_of_a_column_of_numbers(column: str) -> None:
+    with pytest.raises(lab.LabError, match=f"no column '{column}' to add up; it has tokens, route_ms"):
+        lab.prefill(make_layer(), rows(3), "token_loop").total(column)
 
 
 def test_crossover_is_the_first_m_from_which_an_arm_stays_ahead() -> None:
@@ -150,3 +163,37 @@ def test_parts_add_up_to_the_call(activation: str | None) -> None:
     assert set(df[df.reads == "weights"].part) == {"router's product", "experts' products"}
     with pytest.raises(lab.LabError, match="at least one row"):
         measure_parts(make_layer(), rows(0))
+
+
+class Own:
+    """The reference arithmetic under a name of its own."""
+
+    name = "own"
+
+    def supports(self, formats, backend):
+        return None
+
+    def experts(self, *step):
+        ARMS["reference"].experts(*step)
+
+
+EIGHT_BITS = {"rows to 8 bits", "hidden rows to 8 bits"}
+
+
+@pytest.mark.parametrize("arm", ["gemv", "per_token", "mmq", "mmq_folded", "gemv_mmq", "grouped", "reference", Own()])
+def test_parts_are_steps_that_the_arm_does(arm: object) -> None:
+    found = set(measure_parts(make_layer(), rows(4), arm, repeats=1).part) & EIGHT_BITS
+    assert found == (EIGHT_BITS if arm in ("gemv", "per_token", "mmq", "mmq_folded", "gemv_mmq") else set())
+    assert set(measure_parts(make_layer(), rows(4), arm, activation="q8_1", repeats=1).part) >= EIGHT_BITS
+
+
+def test_rows_are_quantised_as_each_format_asks() -> None:
+    said = {a: [quantised_to(ARMS[a], f, 3) for f in ("q2_k", "bf16")] for a in ("gemv", "table", "reference")}
+    assert said == {"gemv": ["q8_1", None], "table": ["q8_1", None], "reference": [None, None]}
+    assert [quantised_to(ARMS["gemv_mmq"], "q2_k", n) for n in (8, 9)] == ["q8_1", "d2s6"]
+
+
+def test_one_token_count_is_no_range_of_shares() -> None:
+    one = frames.parts().query("tokens == tokens.min()")
+    assert lab.plot.parts(one).get_title(loc="left").startswith("50% of a layer call")
+    assert lab.plot.parts(frames.parts()).get_title(loc="left").startswith("25% to 50% of a layer call")

@@ -104,3 +104,11 @@ def test_missing_package_names_its_extra(use: str, extra: str) -> None:
 def test_import_without_triton() -> None:
     code = "import torch\nprint(tuple(lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)).ids.shape))"
     assert python(code, blocked=["triton"]) == "(5, 2)"
+
+
+@pytest.mark.parametrize("place", ["bench.cost", "runs.record", "simulate.bounds"])
+def test_a_module_behind_a_public_function_is_imported_by_name(place: str) -> None:
+    """`lab.bench` is a function; what is in the package of that name can be had as well."""
+    code = f"import moe_lab.{place} as c\nimport moe_lab as lab\nassert c.__name__ == 'moe_lab.{place}'\n"
+    code += f"assert callable(lab.{place.partition('.')[0]})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -102,7 +102,7 @@ def everything() -> Run:
     return run(
         passed(), passed(16, spread=Spread(p20=1.0, p50=2.0, p80=3.0, n=60)), passed(32, predicted=None, floor=None),
         ended(Status.INCORRECT, error=math.nan), ended(Status.INCORRECT, 16, error=math.inf),
-        *(ended(status, reason=f"{status}\n<b>& µs\x00") for status in NOT_RUN),
+        *(ended(status, arm=f"a {status}", reason=f"{status}\n<b>& µs\x00") for status in NOT_RUN),
         passed(case=Case(workload="", tokens=0), format="", metric="hit_rate", unit="share"),
         options={"arms": ["gemv", "mine"], "budget_s": 2.5, "deep": {"a": None}},
     )  # fmt: skip
@@ -140,6 +140,32 @@ def test_nothing_overwrites_a_run(tmp_path: Path) -> None:
     assert made.save(tmp_path / "other").name == path.name
     assert run(passed(draw=1)).save(tmp_path) != path, "other samples at the same second: another file"
     assert len(list(tmp_path.glob("*.parquet"))) == 2
+
+
+def test_a_label_is_kept(tmp_path: Path) -> None:
+    path = run(passed(), label="before \u00b5s").save(tmp_path)
+    assert path.name == f"{run(passed()).label}.parquet", "a label names no file"
+    assert Run.load(path).label == "before \u00b5s"
+    assert list(lab.runs(path)["run"]) == ["before \u00b5s"]
+    other = run(passed(16)).save(tmp_path)
+    moved = other.rename(tmp_path / "after.parquet")
+    assert Run.load(moved).label == "after"
+
+
+def test_save_refuses_an_empty_run_and_a_files_name(tmp_path: Path) -> None:
+    with pytest.raises(lab.LabError, match="holds no records"):
+        run().save(tmp_path)
+    with pytest.raises(lab.LabError, match=r"x\.parquet.*wanted a folder"):
+        run(passed()).save(tmp_path / "x.parquet")
+    with pytest.raises(lab.LabError, match="wanted a folder"):
+        lab.bench("no such shape", save=tmp_path / "x.parquet")  # asked first, before anything is measured
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measurement_that_stands_twice_is_saved_with_a_word(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="1 of its measurements stand more than once, first record layer of 'gemv'"):
+        path = run(passed(), passed(draw=1), passed(16)).save(tmp_path)
+    assert len(Run.load(path).records) == 3
 
 
 def _save(folder: Path, draw: int, gate, ends) -> None:
@@ -189,7 +215,7 @@ def _seconds(date: str) -> float:
         ({"options": {"arm": object()}}, "JSON"), ({"options": ["gemv"]}, "list"),
         ({"environment": {"device": "x"}}, "backend"), ({"environment": {**LAPTOP, "arm": "x"}}, "arm"),
         ({"environment": {**LAPTOP, "run": "x"}}, "run"), ({"environment": {**LAPTOP, "threads": 2}}, "threads"),
-        ({"records": [1]}, "int"),
+        ({"records": [1]}, "int"), ({"label": 3}, "3"),
     ],
     ids=str,
 )  # fmt: skip

@@ -95,12 +95,12 @@ def test_what_times_depend_on_blocks_and_is_named(name: str, value: str | int) -
     other = {"seed": value} if name == "seed" else {"environment": {name: value}}
     before, after = run(passed(), passed(16)), run(passed(ms=2.0), ended(Status.OOM, 16, "gemv"), **other)
     found = diff(before, after)
-    assert (str(found.verdict), found.ok) == ("incomparable", True)
+    assert (str(found.verdict), found.ok) == ("incomparable", False)
     assert all(f"{name} " in pair.reason and f"against {value}" in pair.reason for pair in found.pairs)
     assert [(d.name, d.b, d.blocks) for d in found.differences] == [(name, str(value), True)]
     assert f"{name} " in found.summary
     allowed = diff(before, after, across=[name])
-    assert str(allowed.verdict) == "slower"
+    assert [str(pair.verdict) for pair in allowed.pairs] == ["slower", "broken"]
     assert [d.blocks for d in allowed.differences] == [False]
 
 
@@ -149,7 +149,8 @@ def test_a_record_that_measures_something_else_is_incomparable_and_says_why(reco
     verdict, reason = pairs_by_arm(found)["gemv"]
     assert verdict == "incomparable"
     assert why in reason
-    assert (str(found.verdict), found.ok) == ("same", True), "the other pair is judged all the same"
+    assert (str(found.verdict), found.ok) == ("same", False), "the other pair is judged all the same"
+    assert found.summary.endswith("measured in A and not compared: layer qwen3-30b-a3b uniform T=8 warm gemv q2_k+q3_k")
 
 
 def test_a_metric_that_is_no_speed_is_incomparable() -> None:
@@ -178,7 +179,8 @@ def test_a_measurement_that_stands_twice_is_not_guessed_at() -> None:
 def test_what_passed_and_no_longer_does_is_a_regression(status: Status) -> None:
     before, after = run(passed(), passed(16)), run(ended(status, arm="gemv", reason="it is off"), passed(16))
     found = diff(before, after)
-    assert (str(found.verdict), found.ok) == ("incomparable", False)
+    assert (str(found.verdict), found.ok) == ("broken", False)
+    assert [str(pair.verdict) for pair in found.pairs] == ["broken", "same"]
     assert f"PASSED against {status} (it is off)" in {pair.reason for pair in found.pairs}
     assert "1 passed before and do" in found.summary
     assert diff(after, before).ok
@@ -194,6 +196,54 @@ def test_the_interval_is_seeded_and_covers_the_ratio() -> None:
     assert ratio_interval(a, b) == ratio_interval(list(reversed(a)), b) != ratio_interval(a, b, seed=1)
 
 
+def test_equal_runs_are_equal_however_many_records_they_hold() -> None:
+    """5 % of noise, 20 samples: at 95 % a pair, nearly each of these comparisons calls some record slower."""
+    said = []
+    for draw in range(12):
+        a, b = (
+            run(*(passed(t, n=20, noise=0.05, draw=2 * (99 * draw + t) + side) for t in range(99))) for side in (0, 1)
+        )
+        said.append(str(diff(a, b).verdict))
+    assert said.count("same") >= 11, said
+
+
+def test_a_slowdown_of_one_among_many_is_found() -> None:
+    before = run(*(passed(t, n=20, noise=0.02, draw=t) for t in range(200)))
+    after = run(*(passed(t, n=20, noise=0.02, draw=999 + t, ms=1.1 if t == 77 else 1.0) for t in range(200)))
+    found = diff(before, after)
+    assert [pair.record.case.tokens for pair in found.pairs if str(pair.verdict) != "same"] == [77]
+    assert found.share == pytest.approx(0.95 ** (1 / 200))
+    low, ratio, high = span(found.pairs[77])
+    assert 1 < low < ratio < high
+    alone = span(diff(run(before.records[77]), run(after.records[77])).pairs[0])
+    assert low < alone[0] < alone[2] < high, "the more are compared, the wider each interval"
+
+
+def test_too_few_samples_for_so_many_pairs_are_no_verdict() -> None:
+    """All of 5 samples lie above all of 5 others once in 252 times by chance alone."""
+
+    def of(n: int, pairs: int) -> Comparison:
+        return diff(*(run(*(passed(t, n=n, ms=ms) for t in range(pairs))) for ms in (1.0, 1.5)))
+
+    assert (str(of(5, 6).verdict), str(of(8, 60).verdict)) == ("slower", "slower")
+    few = of(5, 60)
+    assert (str(few.verdict), few.ok) == ("incomparable", False)
+    assert few.pairs[0].reason.startswith(
+        "5 and 5 samples; an interval that holds beside those of all other pairs needs 7"
+    )
+    assert ratio_interval([1.0] * 5, [2.0] * 5, share=0.999) == (0.0, math.inf)
+
+
+def test_nothing_compared_is_not_ok() -> None:
+    for a, b in ((run(), run()), (run(), run(passed())), (run(passed()), run()), (run(passed()), run(passed(16)))):
+        assert (str(diff(a, b).verdict), diff(a, b).ok) == ("incomparable", False)
+        assert "not compared" in diff(a, b).summary or "nothing was compared" in diff(a, b).summary
+    fixed = diff(run(ended(Status.OOM), passed()), run(passed(arm="mine"), passed()))
+    assert (str(fixed.verdict), fixed.ok) == ("same", True), "what A could not time, B need not match"
+    twice = diff(run(ended(Status.OOM, arm="gemv"), passed(), passed(16)), run(passed(), passed(16)))
+    assert not twice.ok
+
+
 def test_interval_matches_a_plain_bootstrap() -> None:
     """The shared ranks are a faster way to the same distribution."""
     draw = np.random.default_rng(1)
@@ -206,14 +256,16 @@ def test_table_and_html() -> None:
     evil = passed(arm="<img src=x>")
     found = diff(run(passed(), evil), run(passed(ms=2.0), ended(Status.ERROR, arm=evil.arm, reason="<b>")))
     table = found.table
-    assert list(table["verdict"]) == ["slower", "incomparable"]
+    assert list(table["verdict"]) == ["slower", "broken"]
     assert list(table["regression"]) == [True, True]
     assert table.loc[0, "ratio_low"] < table.loc[0, "ratio"] < table.loc[0, "ratio_high"]
     assert list(table["status_b"]) == ["PASSED", "ERROR"]
     html = found._repr_html_()
     assert "<img" not in html
     assert "<b>)" not in html
-    assert "slower: of 2 pairs" in html
+    assert "broken: of 2 pairs 1 slower, 1 broken" in html
+    assert len(repr(found)) < 200
+    assert found.summary in repr(found)
 
 
 @pytest.mark.wrong_types
@@ -231,6 +283,8 @@ def saved(tmp_path: Path) -> dict[str, str]:
         "before": run(passed(), passed(16)),
         "after": run(passed(ms=1.1, draw=1), passed(16, draw=2), environment={"commit": "bbbbbbb"}),
         "elsewhere": run(passed(), passed(16), environment={"device": "NVIDIA H200"}),
+        "one": run(passed()),
+        "wrong": run(passed(), ended(Status.INCORRECT, 16, arm="gemv")),
     }
     return {name: str(one.save(tmp_path / name)) for name, one in made.items()}
 
@@ -242,8 +296,18 @@ def saved(tmp_path: Path) -> dict[str, str]:
         ("after", "before", (), 0, "faster: of 2 pairs"),
         ("before", "before", (), 0, "same: of 2 pairs 2 same"),
         ("before", "after", ("--threshold", "0.3"), 0, "same: of 2 pairs"),
-        ("before", "elsewhere", (), 0, "incomparable: of 2 pairs"),
-        ("before", "elsewhere", (), 0, "device A laptop against NVIDIA H200"),
+        ("before", "elsewhere", (), 1, "incomparable: of 2 pairs"),
+        ("before", "elsewhere", (), 1, "device A laptop against NVIDIA H200"),
+        ("before", "one", (), 1, "not compared: layer qwen3-30b-a3b uniform T=16 warm gemv q2_k+q3_k"),
+        ("one", "before", (), 0, "same: of 2 pairs 1 same, 1 incomparable"),
+        ("before", "wrong", (), 1, "broken: of 2 pairs 1 same, 1 broken; 1 passed before and do not now"),
+        (
+            "before",
+            "after",
+            (),
+            1,
+            "the 2 intervals hold at once at 95 % (each at 97.4679 %) for noise within these two",
+        ),
         ("before", "elsewhere", ("--across", "device"), 0, "same: of 2 pairs"),
     ],
 )
@@ -262,6 +326,7 @@ def test_shell_json(saved: dict[str, str], capsys) -> None:
     assert (first["verdict"], first["tokens"], first["run_verdict"]) == ("slower", 8, "slower")
     assert 1 < first["ratio_low"] < first["ratio"] < first["ratio_high"]
     assert first["differences"] == "commit aaaaaaa against bbbbbbb"
+    assert first["run_summary"].startswith("slower: of 2 pairs")
     assert first["run_a"] == Run.load(saved["before"]).label
 
 

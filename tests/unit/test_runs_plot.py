@@ -58,6 +58,13 @@ def test_lines_run_from_the_20th_to_the_80th_percentile() -> None:
     assert axes.get_title(loc="left") == f"gemv has the least: {record.spread.p50:.3g} ms"
 
 
+def test_counts_are_whole_in_a_frame_that_was_drawn_from_json() -> None:
+    """JSON and CSV give a column with a missing value back as floats."""
+    frame = run(passed(), passed(16, n=60), ended(Status.OOM)).frame.assign(run="mine", device="A laptop")
+    axes = lab.plot.runs(frame.astype({"n": "float64"}))
+    assert "(median, n = 40 to 60; line" in axes.get_xlabel()
+
+
 def test_what_did_not_pass_is_named_and_has_no_mark() -> None:
     made = run(passed(), *(ended(status, arm=status.lower()) for status in Status if status != "PASSED"))
     axes = lab.plot.runs(lab.runs(made))

@@ -1,5 +1,7 @@
 """The cache simulator: counts by hand, against an exhaustive optimum, and the rules of its table."""
 
+import threading
+from collections import Counter
 from collections.abc import Collection
 from functools import cache
 from itertools import combinations
@@ -176,6 +178,7 @@ class TestTable:
     [
         ({"capacity": 0}, "capacity is 0"),
         ({"capacity": [4, -1]}, r"capacity\[1\] is -1"),
+        ({"capacity": []}, "capacity is empty"),
         ({"capacity": 1, "per_layer": True}, "slots=1 over 2 layers"),
         ({"capacity": 2, "step_tokens": 0}, "step_tokens is 0"),
         ({"capacity": 2, "policies": ["lru", "mru"]}, r"'mru'; wanted lru, .*belady"),
@@ -183,7 +186,7 @@ class TestTable:
         ({"capacity": 2, "trace": np.zeros((3, 2, 1))}, "float64"),
         ({"capacity": 2, "trace": np.zeros((3, 0, 1), int)}, "no layers"),
     ],
-    ids=["no-slot", "negative", "split", "step", "policy", "two-axes", "floats", "no-layers"],
+    ids=["no-slot", "negative", "none", "split", "step", "policy", "two-axes", "floats", "no-layers"],
 )
 def test_what_cannot_be_simulated_is_refused_with_its_numbers(how: dict, told: str):
     with pytest.raises(LabError, match=told):
@@ -193,3 +196,60 @@ def test_what_cannot_be_simulated_is_refused_with_its_numbers(how: dict, told: s
 def test_an_object_that_is_no_policy_is_refused():
     with pytest.raises(LabTypeError, match="on_hit"):
         simulate(np.zeros((1, 1, 1), int), 1, [object()])
+
+
+def test_a_capacity_given_twice_is_simulated_once():
+    assert simulate(one_layer(1, 2, 1), [3, 2, 3], ["lru"]).capacity_slots.tolist() == [3, 2]
+
+
+class WithLock(LRU):
+    name = "with_lock"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Counts(Counter):
+    """What copying calls is Counts(items), which this __init__ does not take."""
+
+    name = "counts"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def on_hit(self, key: Key) -> None:
+        self[key] += 1
+
+    on_insert = on_evict = on_hit
+
+    def victim(self, candidates: Collection[Key]) -> Key:
+        return min(candidates, key=self.__getitem__)
+
+
+@pytest.mark.parametrize("kind", [WithLock, Counts])
+def test_an_object_that_cannot_be_copied_is_refused_and_its_class_is_not(kind: type):
+    with pytest.raises(LabTypeError, match=f"'{kind.name}' cannot be copied .*pass its class") as caught:  # type: ignore[attr-defined]
+        simulate(one_layer(1, 2, 1), 2, [kind()])
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert simulate(one_layer(1, 2, 1), 2, [kind]).hits.tolist() == [1]
+
+
+@pytest.mark.parametrize("hook", ["on_request", "on_hit", "on_insert", "on_evict", "victim"])
+def test_what_a_policy_raises_comes_with_its_name(hook: str):
+    def explode(self: object, given: object) -> None:
+        raise ZeroDivisionError("user bug")
+
+    mine = type("Mine", (LRU,), {"name": "mine", hook: explode})
+    with pytest.raises(LabError, match="'mine' raised ZeroDivisionError: user bug") as caught:
+        simulate(one_layer(1, 1, 2), 1, [mine])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "given", [type("Mine", (LRU,), {}), type("Other", (Counts,), {"name": "lru"})], ids=["subclass", "own"]
+)
+def test_the_name_of_a_lab_policy_is_taken(given: type):
+    for policy in (given, given()):
+        with pytest.raises(LabError, match="is the lab's own; give yours another name, such as 'my_lru'"):
+            simulate(one_layer(1), 1, [policy])

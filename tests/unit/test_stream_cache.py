@@ -170,8 +170,24 @@ class TestPolicies:
                 assert cache.slots_for(0) == (2 if per_layer else 4)
         assert hits == {False: 0, True: 2}
 
+    def test_policies_are_the_object_itself_or_its_copies_layer_by_layer(self, source: ExpertSource):
+        class Mine(LRU):
+            name = "mine"
+
+        for per_layer in (False, True):
+            mine = Mine()
+            with ExpertCache(slots=4, policy=mine, per_layer=per_layer) as cache:
+                assert cache.policies == {}
+                cache.bind(source, "cpu")
+                cache.lease(source, 0, [0]).release()
+                cache.lease(source, 1, [1]).release()
+                kept = [list(vars(cache.policies[layer])["_order"]) for layer in (0, 1)]
+                assert kept == ([[(0, 0)], [(1, 1)]] if per_layer else [[(0, 0), (1, 1)]] * 2)
+                assert list(mine._order) == ([] if per_layer else kept[0])
+
     def test_a_policy_that_raises_leaves_a_usable_cache(self, source: ExpertSource):
         class Sometimes(LRU):
+            name = "sometimes"
             broken = True
 
             def victim(self, candidates: Collection[Key]) -> Key:
@@ -182,7 +198,7 @@ class TestPolicies:
         mine = Sometimes()
         with bound(source, slots=2, policy=mine) as cache:
             cache.lease(source, 0, [0, 1]).release()
-            with pytest.raises(RuntimeError, match="user bug"):
+            with pytest.raises(LabError, match="'sometimes' raised RuntimeError: user bug"):
                 cache.lease(source, 0, [1, 2])
             mine.broken = False
             for experts in ([1, 2], [3, 4], [0, 1]):

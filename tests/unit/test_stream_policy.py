@@ -116,8 +116,9 @@ class TestSlotTable:
         request(table, 1, 2)
         original = getattr(policy, hook)
         setattr(policy, hook, explode)
-        with pytest.raises(RuntimeError, match="user bug"):
+        with pytest.raises(LabError, match=r"eviction policy 'Broken' raised RuntimeError: user bug") as caught:
             table.take([(0, 1), (0, 3)])
+        assert isinstance(caught.value.__cause__, RuntimeError)
         setattr(policy, hook, original)
         whole = {key for key in table.resident if key != (0, 3)}  # what the cache still has entries for
         table.repair(whole, idle=whole)

@@ -146,3 +146,28 @@ def test_escaped_text_is_one_line() -> None:
 def test_what_cannot_be_a_table_is_refused(call, says: str) -> None:
     with pytest.raises(lab.LabError, match=says):
         call()
+
+
+def test_the_index_that_groupby_leaves_is_shown() -> None:
+    df = pd.DataFrame({"arm": ["a", "a", "b"], "top_k": [1, 2, 1], "time_ms": [1.0, 3.0, 5.0]})
+    one, two = df.groupby("arm").time_ms.mean().to_frame(), df.groupby(["arm", "top_k"]).mean()
+    assert lab.plot.table(one).headers == ("arm", "time (ms)")
+    assert "a & 2.00" in lab.plot.to_latex(one)
+    assert lab.plot.table(two).headers == ("arm", "top k", "time (ms)")
+    assert lab.plot.table(two).rows[1] == ("a", "2", "3.00")
+    assert lab.plot.table(two, columns=["time_ms", "arm"]).rows[2] == ("5.00", "b")
+    assert list(one.columns) == ["time_ms"], "the caller's frame stays as it was"
+
+
+def test_an_index_of_texts_is_shown_and_one_that_counts_rows_is_not() -> None:
+    df = pd.DataFrame({"hits": [1, 2]}, index=["lru", "lfu"])
+    assert lab.plot.table(df).headers == ("", "hits")
+    assert lab.plot.table(df).rows[1] == ("lfu", "2")
+    assert lab.plot.table(TIMES[TIMES.n < 10]).headers[0] == "arm"
+    assert lab.plot.table(TIMES.set_index("arm", drop=False)).headers.count("arm") == 1
+
+
+def test_one_unit_is_in_the_header_also_when_its_column_is_not_chosen() -> None:
+    df = pd.DataFrame({"arm": ["a"], "metric": "time", "unit": "us", "p20": [1.0], "p50": [2.0], "p80": [3.0]})
+    made = lab.plot.table(df, columns=["arm", "unit", "p20", "p50", "p80"])
+    assert made.headers == ("arm", "time (us), median [p20, p80]")

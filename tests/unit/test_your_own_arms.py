@@ -1,6 +1,7 @@
 """A user's own arm: taken wherever a name is, watched, named when it fails, refused in one sentence when half made."""
 
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -183,8 +184,92 @@ def raising(error: Exception, member: str) -> WithShared:
 def test_what_an_arm_raises_comes_with_its_name(member: str, x: torch.Tensor) -> None:
     cause = KeyError("scale")
     with pytest.raises(lab.LabError, match=f"arm 'with_shared' raised KeyError in {member}: 'scale'") as caught:
-        lab.compare(make_layer(shared=True), x, ["reference", raising(cause, member)])
+        make_layer(shared=True)(x, raising(cause, member))
     assert caught.value.__cause__ is cause
+
+
+ENDS = {
+    "unsupported": (lambda: Refuses(), "UNSUPPORTED", "arm 'refuses' cannot run this layer on torch: no q8_0 here."),
+    "raises": (lambda: raising(KeyError("scale"), "experts"), "ERROR", "KeyError: 'scale'"),
+    "supports raises": (lambda: raising(KeyError("scale"), "supports"), "ERROR", "KeyError: 'scale'"),
+    "memory": (lambda: raising(MemoryError("8 GiB"), "experts"), "OOM", "MemoryError: 8 GiB"),
+    "returns": (lambda: Returns(), "ERROR", "LabTypeError: arm 'returns': experts returned a Tensor"),
+    "the lab's": (lambda: "table", "UNSUPPORTED", "arm 'table' serves T <= 1 tokens"),
+}
+
+
+class Refuses(Mine):
+    name = "refuses"
+
+    def supports(self, formats, backend):
+        return "no q8_0 here"
+
+
+class Returns(Mine):
+    name = "returns"
+
+    def experts(self, x, stack, schedule, groups, y, ctx):
+        return x
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_compare_keeps_the_others_when_one_arm_fails(case: str, x: torch.Tensor) -> None:
+    make, status, reason = ENDS[case]
+    arm = make()
+    name = arm if isinstance(arm, str) else arm.name
+    report = lab.compare(make_layer(shared=True), x, ["reference", arm, "gemv"])
+    checks = report.checks.set_index("arm")
+    assert list(checks.index) == ["reference", name, "gemv"]
+    assert list(checks.status) == ["PASSED", status, "PASSED"]
+    assert checks.reason[name].startswith(reason)
+    assert checks.nmse.isna().tolist() == [False, True, False]
+    assert report.table[["arm_a", "arm_b"]].to_numpy().tolist() == [["reference", "gemv"]]
+    assert list(report.outputs) == ["reference", "gemv"]
+    assert status in report._repr_html_()
+
+
+def test_a_comparison_with_one_arm_left_has_no_pairs(x: torch.Tensor) -> None:
+    report = lab.compare(make_layer(), x, ["reference", Refuses()])
+    assert (len(report.table), "nmse_ab" in report.table, report.first_difference) == (0, True, None)
+    assert "UNSUPPORTED" in report._repr_html_()
+    with pytest.raises(lab.LabError, match="wants two outputs; only reference ran"):
+        report.bins()
+
+
+def test_a_comparison_in_which_every_arm_fails_raises(x: torch.Tensor) -> None:
+    with pytest.raises(lab.LabError, match="arm 'refuses' cannot run this layer on torch: no q8_0 here"):
+        lab.compare(make_layer(), x, [Refuses(), Returns()])
+
+
+class Counts(Mine):
+    """Adds up what it reads, as arms may."""
+
+    name = "counts"
+
+    def experts(self, x, stack, schedule, groups, y, ctx):
+        super().experts(x, stack, schedule, groups, y, ctx)
+        ctx.work.weight_bytes += stack.expert_bytes * sum(g.rows for g in groups)
+
+
+def test_bytes_that_an_arm_does_not_count_are_unknown(x: torch.Tensor) -> None:
+    layer = make_layer(shared=True)
+    expert = layer.experts.stack.expert_bytes
+    assert math.isnan(layer(x, Mine()).timing.weight_bytes)
+    assert math.isnan(layer(x, "gemv", options=Options(shared_arm=WithShared())).timing.weight_bytes)
+    assert layer(x, Counts()).timing.weight_bytes == (T * K + 1) * expert
+    assert layer(x, "gemv").timing.weight_bytes > 0
+    df = measure_batching(layer, x, arms=["gemv", Mine()], tokens=[1, 8], repeats=1)
+    assert df.weight_bytes.isna().tolist() == [False, True, False, True]
+    assert "submissions, weight bytes unknown" in lab.plot.batching(df).figure.alt
+
+
+def test_nothing_is_predicted_from_bytes_that_nobody_knows(x: torch.Tensor) -> None:
+    cold = Settings(cell_ms=1, least=1, most=2, states=("cold",))
+    df = lab.bench(make_layer(), x, ["gemv", Mine(), Counts()], settings=cold).set_index("arm")
+    assert set(df.status) == {"PASSED"}
+    assert df.predicted.isna().to_dict() == {"gemv": False, "mine": True, "counts": False}
+    assert df.floor.notna().all()
+    lab.plot.bench(df.reset_index())
 
 
 @pytest.mark.parametrize(
