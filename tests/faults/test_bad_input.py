@@ -156,7 +156,6 @@ def test_wrong_types_are_named(call, model: Path) -> None:
         ("run", "{model}", "--tokens", "99999999999999999999"),
         ("run", "{model}", "--tokens", "1000000000000"),
         ("report", "--out", "{folder}"),
-        ("report", "--model", "{folder}"),
     ],
     ids=lambda a: " ".join(a),
 )
@@ -165,6 +164,14 @@ def test_the_command_line_answers_in_one_line(arguments, model: Path, capsys) ->
     captured = capsys.readouterr()
     assert code == 2
     assert captured.err.count("\n") == 1
+
+
+def test_a_report_whose_claim_fails_on_a_users_model_answers_no(model: Path, tmp_path: Path, capsys) -> None:
+    # Noise picks its experts evenly: the tour's claim on a quarter of them does not hold for this model.
+    code = main(["report", "--model", str(model.parent), "--out", str(tmp_path / "page.html")])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (1, "")
+    assert "a claim fails" in captured.out
 
 
 def test_brackets_in_a_path_are_a_path(tmp_path: Path, capsys) -> None:

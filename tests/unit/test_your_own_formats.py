@@ -302,9 +302,15 @@ def test_a_half_made_policy_is_refused_before_any_work(case: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("label", ["lru", "belady"])
-def test_two_policies_of_one_name_are_told_apart_or_refused(label: str) -> None:
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        ("lru", "eviction policy 'lru' is the lab's own; give yours another name"),
+        ("belady", "two eviction policies are called 'belady'; give yours a `name`"),
+    ],
+)
+def test_two_policies_of_one_name_are_told_apart_or_refused(label: str, told: str) -> None:
     trace = torch.zeros(3, 1, 2, dtype=torch.int64).numpy()
     mine = type("Mine", (LeastAsked,), {"name": label})
-    with pytest.raises(lab.LabError, match=f"two eviction policies are called '{label}'; give yours a `name`"):
+    with pytest.raises(lab.LabError, match=told):
         lab.simulate(trace, 2, ["lru", mine])
