@@ -23,9 +23,9 @@ import torch
 
 from moe_lab.bench.runner import bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.errors import LabError
-from moe_lab_kernels.arithmetic import LAYOUTS
-from moe_lab_kernels.quantize_fp8 import quantize_fp8, quantize_fp8_ref
-from moe_lab_kernels.quantize_rows import Tile, quantize_int8, quantize_int8_ref
+from moe_lab_kernels.rows.arithmetic import LAYOUTS
+from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8, quantize_fp8_ref
+from moe_lab_kernels.rows.quantize_rows import Tile, quantize_int8, quantize_int8_ref
 
 ROWS, WIDTHS = (1, 8, 64, 512, 8192), (2048, 4096, 7168)
 TILES = [Tile(v, w) for v, w in ((128, 1), (256, 1), (512, 1), (512, 2), (1024, 1), (1024, 2), (1024, 4), (2048, 2),

@@ -26,8 +26,9 @@ from moe_lab.bench.runner import Timed, bandwidth_gb_per_s, measured_on, time_ca
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, lane_rows
-from moe_lab_kernels.tiles import Tile
+from moe_lab_kernels.gemv import lane_rows
+from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.rows import activation
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3-like", "mixtral-8x7b", "v4.1-like", "gpt-oss-120b-like", "gemma4-26b-a4b-like")
 PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q2_k+q8_0", "q8_0+q8_0", "mxfp4+mxfp4", "nvfp4+nvfp4")

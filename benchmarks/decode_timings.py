@@ -22,11 +22,11 @@ import torch
 
 from moe_lab.bench.runner import bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.errors import LabError
-from moe_lab_kernels import dequantize as dq
-from moe_lab_kernels import dequantize_planar as dp
-from moe_lab_kernels import planar
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.dequantize import dequantize as dq
+from moe_lab_kernels.dequantize import planar as dp
+from moe_lab_kernels.storage import planar
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import PIECES
 
 TARGET_SHARE = 0.8
 TARGETS = ("q2_k", "q3_k", "q4_k", "q6_k", "q8_0", "mxfp4", "nvfp4")

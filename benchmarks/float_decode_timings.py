@@ -27,7 +27,7 @@ from moe_lab.bench.workloads import SHAPES, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels import backend
-from moe_lab_kernels.gemv_float_tiles import FloatTile
+from moe_lab_kernels.gemv_float.tiles import FloatTile
 
 QWEN, DEEPSEEK, MIXTRAL = "qwen3-30b-a3b", "deepseek-v3-like", "mixtral-8x7b"
 OSS, GEMMA = "gpt-oss-120b-like", "gemma4-26b-a4b-like"

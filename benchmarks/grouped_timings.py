@@ -30,11 +30,12 @@ from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes
 from moe_lab.errors import LabError
 from moe_lab.formats import quantize
 from moe_lab.tolerances import tol
-from moe_lab_kernels import combine, plan
-from moe_lab_kernels import grouped_gemm as gg
-from moe_lab_kernels import grouped_gemm_operands as go
-from moe_lab_kernels import grouped_gemm_tiles as gt
-from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels.grouped import grouped_gemm as gg
+from moe_lab_kernels.grouped import operands as go
+from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.route import plan
+from moe_lab_kernels.rows import combine
+from moe_lab_kernels.storage.blocks import BLOCKS
 
 DEVICE = "cuda"
 MODELS = ("qwen3-30b-a3b", "gemma4-26b-a4b-like", "gpt-oss-120b-like", "mixtral-8x7b", "deepseek-v3-like", "v4.1-like")

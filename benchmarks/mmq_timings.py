@@ -29,10 +29,12 @@ from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, routings
 from moe_lab.errors import LabError
 from moe_lab.formats import quantize_activations
 from moe_lab.tolerances import tol
-from moe_lab_kernels import combine, mmq, plan
-from moe_lab_kernels import grouped_gemm_operands as go
-from moe_lab_kernels import grouped_gemm_tiles as gt
-from moe_lab_kernels import mmq_operands as mo
+from moe_lab_kernels.grouped import operands as go
+from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq import operands as mo
+from moe_lab_kernels.route import plan
+from moe_lab_kernels.rows import combine
 
 DEVICE, INT8_TOPS = "cuda", 918.0
 TOKENS = (32, 128, 512, 2048, 8192)

@@ -24,7 +24,7 @@ from moe_lab.errors import LabError
 from moe_lab.routing import route
 from moe_lab.spec import RouterSpec
 from moe_lab.tolerances import tol
-from moe_lab_kernels import plan, route_plan, router, topk
+from moe_lab_kernels.route import plan, route_plan, router, topk
 
 ROTATION = 16
 SPECS = {

@@ -24,8 +24,8 @@ from moe_lab.bench.runner import bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.errors import LabError
 from moe_lab.formats import FORMATS, QuantTensor
 from moe_lab.formats.transposed import TransposedTensor
-from moe_lab_kernels.dequantize_scaled import Tile, dequantize_scaled, dequantize_scaled_ref, tile_for
-from moe_lab_kernels.dequantize_transposed import TILE, TransposedTile, dequantize_transposed
+from moe_lab_kernels.dequantize.scaled import Tile, dequantize_scaled, dequantize_scaled_ref, tile_for
+from moe_lab_kernels.dequantize.transposed import TILE, TransposedTile, dequantize_transposed
 
 TARGET_SHARE = 0.8
 MAIN = (16, 8192, 4096)  # experts, N, Kd: 2^29 values

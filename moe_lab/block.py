@@ -13,8 +13,8 @@ from moe_lab._types import Float, Float32, Tensor
 from moe_lab.arms.dense import linear, widened
 from moe_lab.spec import MoESpec
 from moe_lab.weights import Latent, ResidualNorms, RouterWeights
-from moe_lab_kernels import router as router_kernel
 from moe_lab_kernels.backend import backend_of
+from moe_lab_kernels.route import router as router_kernel
 
 Store = Callable[[Tensor], Tensor]
 

@@ -20,9 +20,9 @@ import torch
 from moe_lab._types import Float, Float32, Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantRows, QuantTensor, quantize_activations
-from moe_lab_kernels.arithmetic import DTYPES, LAYOUTS, Arithmetic
-from moe_lab_kernels.mmq_operands import HAS_MINIMA, MMQ_LAYOUTS, layout_for
-from moe_lab_kernels.unpack import Unpacked, unpack_ref
+from moe_lab_kernels.mmq.operands import HAS_MINIMA, MMQ_LAYOUTS, layout_for
+from moe_lab_kernels.rows.arithmetic import DTYPES, LAYOUTS, Arithmetic
+from moe_lab_kernels.storage.unpack import Unpacked, unpack_ref
 
 IntegerArm = Literal["gemv", "mmq", "cpu"]
 MOST_TERMS = 1 << 25  # at once: 128 MB of fp32

@@ -15,12 +15,13 @@ from moe_lab._types import Float, Float32, Int, Tensor
 from moe_lab.arms import Arm, ExpertBiases, ExpertStack
 from moe_lab.arms.fused import FusedStack
 from moe_lab.block import router_logits
-from moe_lab.capture import CapturedLayer, Inputs, check_capture
 from moe_lab.card import byte_size, card
 from moe_lab.checks import wants_whole
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.execution import Execution, Options
+from moe_lab.execution.call import Execution
+from moe_lab.execution.capture import CapturedLayer, Inputs, check_capture
+from moe_lab.execution.options import Options
 from moe_lab.formats import QuantTensor
 from moe_lab.routing import Routing, choice_margin, plan, route, route_plan
 from moe_lab.spec import MoESpec

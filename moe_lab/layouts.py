@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.call_parts import Experts
 from moe_lab.checks import wants_whole
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
+from moe_lab.execution.parts import Experts
 from moe_lab.formats import Planar, QuantTensor
 from moe_lab.formats import transposed as turned
 from moe_lab.open import Checkpoint
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import StreamedExperts
 from moe_lab_kernels import backend
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.storage.planar_layout import PIECES
 
 TIMES = 5
 

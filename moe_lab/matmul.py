@@ -15,13 +15,17 @@ from moe_lab.checks import wants, wants_tensor
 from moe_lab.emulation import IntegerArm, arithmetic_of, completed, emulate, emulate_rows, of_layout, quantize_for
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor, quantize_activations
-from moe_lab_kernels import backend, gemv, grouped_gemm, mmq, mmq_ref
-from moe_lab_kernels.arithmetic import LAYOUTS, OF_PRODUCTS, Arithmetic
-from moe_lab_kernels.blocks import GEMV_FORMATS
-from moe_lab_kernels.grouped_gemm_operands import OPERANDS, Weight
-from moe_lab_kernels.grouped_gemm_steps import STEPS
-from moe_lab_kernels.grouped_gemm_tiles import WorkList, tokens_for
-from moe_lab_kernels.mmq_operands import FOLDED, HAS_MINIMA, MMQ_LAYOUTS, MmqRows
+from moe_lab_kernels import backend
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.grouped import grouped_gemm
+from moe_lab_kernels.grouped.operands import OPERANDS, Weight
+from moe_lab_kernels.grouped.steps import STEPS
+from moe_lab_kernels.grouped.tiles import WorkList, tokens_for
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq import ref as mmq_ref
+from moe_lab_kernels.mmq.operands import FOLDED, HAS_MINIMA, MMQ_LAYOUTS, MmqRows
+from moe_lab_kernels.rows.arithmetic import LAYOUTS, OF_PRODUCTS, Arithmetic
+from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 MatmulArm = Literal["gemv", "mmq", "gemm"]
 ACTIVATIONS = (*LAYOUTS, "bf16")

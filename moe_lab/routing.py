@@ -16,12 +16,12 @@ from moe_lab.checks import wants, wants_tensor, wants_whole
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing_checks import ID_DTYPES, check_logits, check_route
 from moe_lab.spec import RouterSpec
-from moe_lab_kernels import plan as plan_kernel
-from moe_lab_kernels import route_plan as route_plan_kernel
-from moe_lab_kernels import topk as topk_kernel
 from moe_lab_kernels.backend import backend_of
 from moe_lab_kernels.checks import FLOATS
-from moe_lab_kernels.router_settings import unserved
+from moe_lab_kernels.route import plan as plan_kernel
+from moe_lab_kernels.route import route_plan as route_plan_kernel
+from moe_lab_kernels.route import topk as topk_kernel
+from moe_lab_kernels.route.router_settings import unserved
 
 BackendChoice = Literal["auto", "torch", "triton"]
 MOST_EXPERTS = 1 << 16

@@ -17,7 +17,7 @@ from moe_lab.formats import QuantTensor
 from moe_lab.routing import ExpertPlan
 from moe_lab.spec import MoESpec
 from moe_lab.workspace import Scratch
-from moe_lab_kernels.pointer_table import Weights
+from moe_lab_kernels.slots.pointer_table import Weights
 
 
 class Group(NamedTuple):
@@ -263,7 +263,7 @@ def waves(groups: Sequence[Group], slots: int) -> Iterable[tuple[Group, ...]]:
 
 def activate(gate: Tensor, up: Tensor, ctx: ArmContext) -> Tensor:
     """h = act(gate) * up in fp32 with one rounding to gate's dtype; the spec's clamp applied. [P, F]."""
-    from moe_lab_kernels import activation
+    from moe_lab_kernels.rows import activation
 
     compiled = ctx.backend != "torch"
     spec = ctx.spec

@@ -11,7 +11,7 @@ import torch
 from moe_lab.arms.base import ExpertStack, Group, Schedule, lacks_kernel
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
-from moe_lab_kernels.pointer_table import PointerTable, Weights
+from moe_lab_kernels.slots.pointer_table import PointerTable, Weights
 
 EVERYONE = -2
 """The shared expert's number among experts (-1 is a skipped slot)."""

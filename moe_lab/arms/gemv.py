@@ -13,8 +13,8 @@ from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, Schedu
 from moe_lab.arms.gemv_float import is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
 from moe_lab.formats import FORMATS
 from moe_lab.spec import MoESpec
-from moe_lab_kernels.blocks import GEMV_FORMATS
-from moe_lab_kernels.gemv_float_steps import WALKS
+from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 
 def chunk_table(
@@ -188,7 +188,8 @@ def _kernel_mlp(
     quantise, gate, quantise, up, activation, quantise, down. `table` int32 [C, 3] lies on the device and may be padded;
     pairs in no chunk are left alone. Nothing is read back.
     """
-    from moe_lab_kernels import gemv, gemv_mlp, lane_rows
+    from moe_lab_kernels.gemv import gemv, lane_rows
+    from moe_lab_kernels.gemv import mlp as gemv_mlp
 
     largest = 1 << max(0, most_rows - 1).bit_length()
     gate, up, down = stack.gate, stack.up, stack.down

@@ -19,13 +19,14 @@ from moe_lab.arms.integer import RAW_SUM_OFFSET, integer_matmul
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor, quantize_activations, quantize_q8_1
 from moe_lab.spec import MoESpec
-from moe_lab_kernels import activation, chunk_bias, gemv, lane_rows, quantize_fp8
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels import gemv_float_operands as fo
 from moe_lab_kernels.backend import backend_of
-from moe_lab_kernels.blocks import GEMV_FORMATS
-from moe_lab_kernels.gemv_float_steps import WALKS
-from moe_lab_kernels.grouped_gemm_operands import alike
+from moe_lab_kernels.gemv import chunk_bias, gemv, lane_rows
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float import operands as fo
+from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.grouped.operands import alike
+from moe_lab_kernels.rows import activation, quantize_fp8
+from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 KINDS = ("q8_1", "bf16", "fp8")
 MULTIPLE = 8  # of values a row: what one load of a lane holds

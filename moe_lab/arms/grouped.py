@@ -13,11 +13,11 @@ from moe_lab._types import Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
-from moe_lab_kernels import grouped_gemm as gg
-from moe_lab_kernels import grouped_gemm_operands as go
-from moe_lab_kernels import grouped_gemm_tiles as gt
-from moe_lab_kernels.gemv_float_operands import DENSE as FLOATS
-from moe_lab_kernels.grouped_gemm_steps import STEPS
+from moe_lab_kernels.gemv_float.operands import DENSE as FLOATS
+from moe_lab_kernels.grouped import grouped_gemm as gg
+from moe_lab_kernels.grouped import operands as go
+from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.grouped.steps import STEPS
 
 
 class Grouped:

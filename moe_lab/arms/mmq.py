@@ -15,11 +15,11 @@ from moe_lab._types import Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
 from moe_lab.formats import QuantTensor, quantize_activations
 from moe_lab.spec import MoESpec
-from moe_lab_kernels import grouped_gemm_operands as go
-from moe_lab_kernels import grouped_gemm_tiles as gt
-from moe_lab_kernels import mmq
-from moe_lab_kernels.mmq_operands import FOLDED, MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
-from moe_lab_kernels.mmq_ref import product_ref
+from moe_lab_kernels.grouped import operands as go
+from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.operands import FOLDED, MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.mmq.ref import product_ref
 
 
 class Mmq:

@@ -12,12 +12,12 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import FORMATS, quantize
-from moe_lab_kernels import combine, quantize_fp8
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels.gemv_float_operands import DENSE, Bias, Gate, Pairs, Rows
-from moe_lab_kernels.gemv_float_ref import values_ref
-from moe_lab_kernels.gemv_float_tiles import FloatTile
-from moe_lab_kernels.grouped_gemm_operands import Weight
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float.operands import DENSE, Bias, Gate, Pairs, Rows
+from moe_lab_kernels.gemv_float.ref import values_ref
+from moe_lab_kernels.gemv_float.tiles import FloatTile
+from moe_lab_kernels.grouped.operands import Weight
+from moe_lab_kernels.rows import combine, quantize_fp8
 
 OAI = Gate(limit=7.0, limit_mode="oai", alpha=1.702)
 
@@ -160,7 +160,7 @@ def check(shape: LayerShape, w: Layer, tokens: int, seed: int, device: str) -> t
     for what, a, b in zip(("gate", "up", "down"), made["kernel"], made["reference"], strict=True):
         wrong += [] if torch.equal(a, b) else [what]
     wrong += [] if torch.equal(made["kernel"][2], c.y) else ["down again"]
-    from moe_lab_kernels import activation
+    from moe_lab_kernels.rows import activation
 
     g, u, _ = made["kernel"]
     own = activation.swiglu(g, u, limit=w.how.limit, limit_mode=w.how.limit_mode, alpha=w.how.alpha)

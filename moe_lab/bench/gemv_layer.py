@@ -16,11 +16,14 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import quantize
-from moe_lab_kernels import activation, backend, combine, gemv, gemv_mlp, lane_rows
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize import dequantize_ref
-from moe_lab_kernels.lane_rows import LaneRows, Rows
-from moe_lab_kernels.tiles import Tile
+from moe_lab_kernels import backend
+from moe_lab_kernels.dequantize.dequantize import dequantize_ref
+from moe_lab_kernels.gemv import gemv, lane_rows
+from moe_lab_kernels.gemv import mlp as gemv_mlp
+from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows
+from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.rows import activation, combine
+from moe_lab_kernels.storage.blocks import BLOCKS
 
 GATE_UP, DOWN = "q2_k", "q3_k"
 

@@ -29,8 +29,8 @@ from moe_lab.errors import LabError, MissingExtra
 from moe_lab.formats import quantize_activations
 from moe_lab.layer import MoELayer
 from moe_lab.routing import plan, route
-from moe_lab_kernels import combine
 from moe_lab_kernels.backend import backend_of
+from moe_lab_kernels.rows import combine
 
 if TYPE_CHECKING:
     import pandas as pd

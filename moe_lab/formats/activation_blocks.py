@@ -19,7 +19,7 @@ import torch
 from moe_lab._types import Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab.formats.activations import QuantRows
-from moe_lab_kernels.arithmetic import layout_of
+from moe_lab_kernels.rows.arithmetic import layout_of
 
 
 class BlockBytes(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lab._types import Float, Float32, Tensor
-from moe_lab_kernels.arithmetic import ActivationLayout, Arithmetic, layout_of
+from moe_lab_kernels.rows.arithmetic import ActivationLayout, Arithmetic, layout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,8 @@ def quantize_activations(x: Float[Tensor, "R Kd"], layout: str, arithmetic: Arit
     `arithmetic` changes single choices of the layout (None: none). LabError when Kd is no positive multiple of 32, for
     an unknown layout and for choices that it cannot have; LabTypeError for another dtype.
     """
-    from moe_lab_kernels import backend, quantize_fp8, quantize_rows
+    from moe_lab_kernels import backend
+    from moe_lab_kernels.rows import quantize_fp8, quantize_rows
 
     made = layout_of(layout, arithmetic)
     in_torch = backend.backend_of(x) == "torch"

@@ -14,7 +14,7 @@ from moe_lab._types import Float, Tensor
 from moe_lab.formats.fp8 import LEAST, finite_amax
 from moe_lab.formats.kquants_search import divide
 from moe_lab.formats.scaled import Parts, ScaledFormat
-from moe_lab_kernels.minifloat import E2M1_MAX, E4M3_MAX, e2m1_codes, e4m3_codes, e4m3_values
+from moe_lab_kernels.storage.minifloat import E2M1_MAX, E4M3_MAX, e2m1_codes, e4m3_codes, e4m3_values
 
 GROUP = 16
 LARGEST = torch.finfo(torch.float32).max

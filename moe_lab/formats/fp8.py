@@ -12,7 +12,7 @@ from torch.nn import functional
 from moe_lab._types import Float, Tensor
 from moe_lab.formats.kquants_search import divide
 from moe_lab.formats.scaled import Parts, ScaledFormat
-from moe_lab_kernels.minifloat import E4M3_MAX, e4m3_codes, e8m0_values
+from moe_lab_kernels.storage.minifloat import E4M3_MAX, e4m3_codes, e8m0_values
 
 BLOCK = 128
 LEAST = 2.0**-149  # the smallest fp32: scales of blocks whose largest value is below 448 times it

@@ -7,7 +7,7 @@ rows at once would read up's first rows with gate's last scale where F is no mul
 from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats.quant_tensor import QuantTensor
-from moe_lab_kernels.scaled_layouts import layout_of
+from moe_lab_kernels.storage.scaled_layouts import layout_of
 
 
 def split_gate_up(

@@ -11,16 +11,16 @@ from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats.base import BlockFormat, IntegerForm
 from moe_lab_kernels import backend
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize import dequantize, dequantize_ref
-from moe_lab_kernels.unpack import unpack_ref
+from moe_lab_kernels.dequantize.dequantize import dequantize, dequantize_ref
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.unpack import unpack_ref
 
 MIN_GROUP = 16  # values a minimum of an IntegerForm is for
 QUANTISABLE = ("f32", "f16", "bf16", "q8_0", "q4_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "nvfp4")
 
 
 class GgufBlocks(BlockFormat):
-    """A format by its name in `moe_lab_kernels.blocks.BLOCKS`."""
+    """A format by its name in `moe_lab_kernels.storage.blocks.BLOCKS`."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@
     q5_k  176 bytes, 5.5 bits               as q4_k, with fifth bits @16..47 and low nibbles @48..175
     q6_k  210 bytes, 6.5625 bits            low nibbles @0..127, high two bits @128..191, int8 scales @192..207,
                                             d f16 @208; w = d * sc * (q - 32)
-Which bit belongs to which value: `moe_lab_kernels.unpack`. Bit-equal with ggml both ways (tests/oracles).
+Which bit belongs to which value: `moe_lab_kernels.storage.unpack`. Bit-equal with ggml both ways (tests/oracles).
 """
 
 from moe_lab.formats.gguf_blocks import GgufBlocks

@@ -11,7 +11,8 @@
     iq4_xs  136 bytes for 256, 4.25 bits   d f16 @0, eight 6-bit scales @2..7, codes @8..135; w = d * (sc - 32) * t(q)
 q4_1, q5_0, q5_1 and iq4_* (t: a table of 16 int8) are only decoded. Here mxfp4 and nvfp4 are the GGUF blocks with the
 values ggml reads: an exponent of 255 is 2^127 and no NaN; a scale's sign bit is ignored and 0x7f is 0; a tensor's own
-fp32 scale, where a file has one, is a separate tensor. Which bit belongs to which value: `moe_lab_kernels.unpack`.
+fp32 scale, where a file has one, is a separate tensor. Which bit belongs to which value:
+`moe_lab_kernels.storage.unpack`.
 """
 
 from moe_lab.formats.gguf_blocks import GgufBlocks, TableBlocks

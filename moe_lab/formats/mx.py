@@ -13,7 +13,7 @@ from moe_lab._types import Float, Tensor
 from moe_lab.formats.fp4 import pack_pairs
 from moe_lab.formats.fp8 import finite_amax
 from moe_lab.formats.scaled import Parts, ScaledFormat
-from moe_lab_kernels.minifloat import e2m1_codes, e4m3_codes, e8m0_values
+from moe_lab_kernels.storage.minifloat import e2m1_codes, e4m3_codes, e8m0_values
 
 GROUP = 32
 

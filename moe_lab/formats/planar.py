@@ -1,7 +1,7 @@
 """A quantised tensor whose codes, scales and floats lie apart: the planar form of block formats, for kernels to come.
 
 The same bits as the raw blocks in another order, in the same bytes (up to 15 more a plane): `Planar.from_raw(q)` and
-`.to_raw()` are inverse to each other. What lies where, and why: `moe_lab_kernels.planar_layout`.
+`.to_raw()` are inverse to each other. What lies where, and why: `moe_lab_kernels.storage.planar_layout`.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats.quant_tensor import QuantTensor
-from moe_lab_kernels import backend, dequantize_planar, planar
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.planar_layout import planes_of
+from moe_lab_kernels import backend
+from moe_lab_kernels.dequantize import planar as dequantize_planar
+from moe_lab_kernels.storage import planar
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import planes_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 
 from moe_lab._types import Float32, Tensor, UInt8
 from moe_lab.formats.base import check_whole_blocks
-from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels.storage.blocks import BLOCKS
 
 # Values a chunk. CPU: some forty operations of one to ten microseconds a step must be shared by many blocks, and the
 # working arrays (2 MiB each) should stay in L3: q3_k took 74, 50 and 40 ms for 2^20 values at 2^17, 2^18 and 2^19.

@@ -1,8 +1,8 @@
 """Formats whose scales are tensors of their own: what every one of them shares.
 
-Codes, scales and what else belongs to a tensor travel together as `Parts`; `moe_lab_kernels.scaled_layouts` says what a
-code and a scale is and how a value comes of them. A format adds its dtypes on the way in, its values' rules and
-`encode`.
+Codes, scales and what else belongs to a tensor travel together as `Parts`; `moe_lab_kernels.storage.scaled_layouts`
+says what a code and a scale is and how a value comes of them. A format adds its dtypes on the way in, its values'
+rules and `encode`.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,10 @@ import torch
 
 from moe_lab._types import Float, Tensor
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import backend, scaled_layouts
-from moe_lab_kernels.dequantize_scaled import dequantize_scaled, dequantize_scaled_ref
-from moe_lab_kernels.minifloat import e4m3_values, e8m0_values
+from moe_lab_kernels import backend
+from moe_lab_kernels.dequantize.scaled import dequantize_scaled, dequantize_scaled_ref
+from moe_lab_kernels.storage import scaled_layouts
+from moe_lab_kernels.storage.minifloat import e4m3_values, e8m0_values
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")

@@ -13,7 +13,7 @@ from moe_lab._types import Float32, Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats.quant_tensor import QuantTensor
 from moe_lab_kernels import backend
-from moe_lab_kernels.dequantize_transposed import dequantize_transposed, dequantize_transposed_ref
+from moe_lab_kernels.dequantize.transposed import dequantize_transposed, dequantize_transposed_ref
 
 FORMATS = ("nvfp4_modelopt", "nvfp4_ct", "mxfp4_oss")
 LAYOUTS = ("plain", "transposed")

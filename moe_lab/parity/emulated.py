@@ -14,8 +14,8 @@ from moe_lab._types import Float, Tensor
 from moe_lab.arms import ArmContext, ExpertStack, Group, Schedule
 from moe_lab.arms.base import activate, lacks_kernel
 from moe_lab.emulation import emulate
+from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
-from moe_lab.options import Options
 from moe_lab.parity.setting import STORES, Mixed, Setting
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec

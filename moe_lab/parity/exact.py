@@ -12,7 +12,7 @@ from moe_lab._types import Float, Tensor
 from moe_lab.arms import ArmContext, batched_schedule, waves
 from moe_lab.arms.dense import dense_mlp
 from moe_lab.block import branch_rows, leave, routed_rows, shared_rows
-from moe_lab.call_parts import shared_formula
+from moe_lab.execution.parts import shared_formula
 from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing, plan
 

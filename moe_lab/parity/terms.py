@@ -10,8 +10,8 @@ import torch
 
 from moe_lab._types import Float, Tensor
 from moe_lab.formats import Arithmetic, QuantRows, QuantTensor
-from moe_lab_kernels.arithmetic import DTYPES
-from moe_lab_kernels.unpack import unpack_ref
+from moe_lab_kernels.rows.arithmetic import DTYPES
+from moe_lab_kernels.storage.unpack import unpack_ref
 
 WIDTH = 16
 

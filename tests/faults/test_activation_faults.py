@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_lab.formats import Arithmetic, quantize_activations
-from moe_lab_kernels.arithmetic import LAYOUTS
-from moe_lab_kernels.quantize_fp8 import quantize_fp8_ref
+from moe_lab_kernels.rows.arithmetic import LAYOUTS
+from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8_ref
 
 WAYS = ("divide", "reciprocal", "multiply")
 

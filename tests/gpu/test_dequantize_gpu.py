@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from moe_lab.formats import quantize
-from moe_lab_kernels import dequantize as dq
-from moe_lab_kernels import planar
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize_planar import dequantize_planar
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.dequantize import dequantize as dq
+from moe_lab_kernels.dequantize.planar import dequantize_planar
+from moe_lab_kernels.storage import planar
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import PIECES
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison, same_bits
 
 pytestmark = [

@@ -10,8 +10,8 @@ import moe_lab as lab
 from moe_lab import workspace
 from moe_lab.arms import ExpertStack
 from moe_lab.arms.gemv import Gemv
-from moe_lab.branch import run_halves
 from moe_lab.errors import LabError
+from moe_lab.execution.branch import run_halves
 from moe_lab.layer import MoELayer
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.table_experts import TableExperts

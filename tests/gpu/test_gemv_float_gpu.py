@@ -5,12 +5,12 @@ import torch
 
 from moe_lab.bench import float_layer
 from moe_lab.bench.workloads import LayerShape
+from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
-from moe_lab.options import Options
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels.gemv_float_operands import Bias, Pairs, Rows
-from moe_lab_kernels.gemv_float_tiles import FloatTile
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float.operands import Bias, Pairs, Rows
+from moe_lab_kernels.gemv_float.tiles import FloatTile
 from tests.support import float_cases as fc
 from tests.support import float_layers as fl
 from tests.support.kernel_cases import nmse, same_bits

@@ -8,9 +8,10 @@ import torch
 from moe_lab.bench import gemv_layer as gl
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv, lane_rows, quantize_rows
-from moe_lab_kernels.blocks import BLOCKS, GEMV_FORMATS
-from moe_lab_kernels.tiles import Tile
+from moe_lab_kernels.gemv import gemv, lane_rows
+from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.rows import quantize_rows
+from moe_lab_kernels.storage.blocks import BLOCKS, GEMV_FORMATS
 from tests.support.kernel_cases import same_bits, weights
 
 pytestmark = [

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, grouped_gemm, grouped_gemm_tiles, plan
-from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
-from moe_lab_kernels.grouped_gemm_steps import STEPS
-from moe_lab_kernels.grouped_gemm_tiles import TOKENS, Tile
+from moe_lab_kernels.grouped import grouped_gemm
+from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
+from moe_lab_kernels.grouped.operands import Scatter, Weight
+from moe_lab_kernels.grouped.steps import STEPS
+from moe_lab_kernels.grouped.tiles import TOKENS, Tile
+from moe_lab_kernels.route import plan
+from moe_lab_kernels.rows import activation
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import nmse, same_bits
 

@@ -7,8 +7,10 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, backend, combine, gemv, primitives, quantize_rows
+from moe_lab_kernels import backend, primitives
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.rows import activation, combine, quantize_rows
 from tests.support.kernel_cases import DTYPES, alone, gemv_case, nmse, same_bits, worst_relative
 
 pytestmark = [

@@ -12,11 +12,11 @@ from moe_lab.activations import Inputs
 from moe_lab.arms import ExpertStack
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels import combine
-from moe_lab_kernels.activation import swiglu_ref
-from moe_lab_kernels.gemv import gemv_ref
-from moe_lab_kernels.lane_rows import quantize_lanes_ref
-from moe_lab_kernels.quantize_rows import quantize_q8_1_ref
+from moe_lab_kernels.gemv.gemv import gemv_ref
+from moe_lab_kernels.gemv.lane_rows import quantize_lanes_ref
+from moe_lab_kernels.rows import combine
+from moe_lab_kernels.rows.activation import swiglu_ref
+from moe_lab_kernels.rows.quantize_rows import quantize_q8_1_ref
 from tests.support import layer_steps as steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

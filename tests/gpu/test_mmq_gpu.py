@@ -9,11 +9,12 @@ from moe_lab.emulation import arithmetic_of, emulate
 from moe_lab.formats import quantize, quantize_activations
 from moe_lab.matmul import matmul
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, mmq
-from moe_lab_kernels.arithmetic import Arithmetic
-from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
-from moe_lab_kernels.grouped_gemm_tiles import Tile, WorkList
-from moe_lab_kernels.mmq_operands import MmqRows, sides, sides_ref
+from moe_lab_kernels.grouped.operands import Scatter, Weight
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.operands import MmqRows, sides, sides_ref
+from moe_lab_kernels.rows import activation
+from moe_lab_kernels.rows.arithmetic import Arithmetic
 from tests.support.kernel_cases import nmse, same_bits
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 

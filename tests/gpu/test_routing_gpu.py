@@ -6,8 +6,9 @@ import torch
 from moe_lab.routing import Routing, route, route_plan
 from moe_lab.routing import plan as lab_plan
 from moe_lab.tolerances import tol
-from moe_lab_kernels import backend, plan, router, topk
-from moe_lab_kernels import route_plan as fused
+from moe_lab_kernels import backend
+from moe_lab_kernels.route import plan, router, topk
+from moe_lab_kernels.route import route_plan as fused
 from tests.support.kernel_cases import DTYPES, same_bits
 from tests.support.routing_cases import ROUTERS, differs, guarded_outputs, logits, picks, plan_differs, vectors
 

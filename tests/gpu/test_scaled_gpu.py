@@ -5,10 +5,11 @@ import torch
 
 from moe_lab.formats import FORMATS, QuantTensor
 from moe_lab.formats.transposed import TransposedTensor
-from moe_lab_kernels import backend, minifloat
+from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.dequantize_scaled import Tile, dequantize_scaled, dequantize_scaled_ref
-from moe_lab_kernels.dequantize_transposed import TransposedTile, dequantize_transposed
+from moe_lab_kernels.dequantize.scaled import Tile, dequantize_scaled, dequantize_scaled_ref
+from moe_lab_kernels.dequantize.transposed import TransposedTile, dequantize_transposed
+from moe_lab_kernels.storage import minifloat
 from tests.support.kernel_cases import DTYPES, same_bits
 from tests.support.scaled_cases import ONE_OF_A_KIND, PACKED, SCALED, every_code, operands, quantised, shapes_of
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation
+from moe_lab_kernels.rows import activation
 from tests.support.kernel_cases import DTYPES, worst_relative
 
 pytestmark = [

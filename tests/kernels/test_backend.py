@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab_kernels import backend, quantize_rows
+from moe_lab_kernels import backend
+from moe_lab_kernels.rows import quantize_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,9 @@ def test_cpu_tensors_outside_the_interpreter_are_refused() -> None:
     """Importing every kernel module needs no GPU; a launch says what is missing and what to do instead."""
     done = python("""
         import torch
-        from moe_lab_kernels import activation, combine, decode, gemv, primitives, quantize_rows
+        from moe_lab_kernels import primitives
+        from moe_lab_kernels.gemv import decode, gemv
+        from moe_lab_kernels.rows import activation, combine, quantize_rows
         from moe_lab.errors import LabError
         x = torch.ones(2, 32)
         calls = {
@@ -59,7 +62,9 @@ def test_without_triton_the_references_run_and_the_kernels_say_so() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from moe_lab_kernels import activation, backend, combine, gemv, quantize_rows
+        from moe_lab_kernels import backend
+        from moe_lab_kernels.gemv import gemv
+        from moe_lab_kernels.rows import activation, combine, quantize_rows
         from moe_lab.errors import LabError
         x = torch.ones(2, 32)
         rows = quantize_rows.quantize_q8_1_ref(x)
@@ -84,7 +89,8 @@ def test_a_triton_without_newer_names_is_enough() -> None:
         import triton
         if hasattr(triton, "constexpr_function"):
             del triton.constexpr_function
-        from moe_lab_kernels import activation, combine, gemv, quantize_rows
+        from moe_lab_kernels.gemv import gemv
+        from moe_lab_kernels.rows import activation, combine, quantize_rows
         print("fine")
     """)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import combine
+from moe_lab_kernels.rows import combine
 from tests.support.kernel_cases import DTYPES, among_poison, same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import PIECES
 from tests.support.compile_for_sm90 import MLP_MANY, MLP_PAIRS
 
 ROOT = Path(__file__).resolve().parents[2]

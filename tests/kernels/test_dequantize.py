@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import dequantize as dq
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize_steps import UNITS
+from moe_lab_kernels.dequantize import dequantize as dq
+from moe_lab_kernels.dequantize.steps import UNITS
+from moe_lab_kernels.storage.blocks import BLOCKS
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison, same_bits
 
 pytestmark = [

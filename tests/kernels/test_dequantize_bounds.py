@@ -9,11 +9,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import ctypes, mmap
 import torch
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize import dequantize, dequantize_ref
-from moe_lab_kernels.dequantize_planar import dequantize_planar
-from moe_lab_kernels.planar import repack, repack_ref, restore
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.dequantize.dequantize import dequantize, dequantize_ref
+from moe_lab_kernels.dequantize.planar import dequantize_planar
+from moe_lab_kernels.storage.planar import repack, repack_ref, restore
+from moe_lab_kernels.storage.planar_layout import PIECES
 
 def at_the_edge(t):
     "A copy of uint8 `t` whose last byte is the last before a page that must not be touched."

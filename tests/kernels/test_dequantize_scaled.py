@@ -6,10 +6,12 @@ import torch
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor
 from moe_lab.formats.transposed import TransposedTensor
-from moe_lab_kernels import backend, dequantize_scaled, minifloat
+from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.dequantize_scaled import Tile, dequantize_scaled_ref
-from moe_lab_kernels.dequantize_transposed import TransposedTile, dequantize_transposed, dequantize_transposed_ref
+from moe_lab_kernels.dequantize import scaled as dequantize_scaled
+from moe_lab_kernels.dequantize.scaled import Tile, dequantize_scaled_ref
+from moe_lab_kernels.dequantize.transposed import TransposedTile, dequantize_transposed, dequantize_transposed_ref
+from moe_lab_kernels.storage import minifloat
 from tests.support.kernel_cases import DTYPES, among_poison, same_bits
 from tests.support.scaled_cases import ONE_OF_A_KIND, PACKED, every_code, operands, quantised, shapes_of
 

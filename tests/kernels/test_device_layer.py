@@ -6,9 +6,9 @@ import torch
 import moe_lab as lab
 from moe_lab.errors import LabError
 from moe_lab.workspace import poisoned
-from moe_lab_kernels import gemv
-from moe_lab_kernels.lane_rows import quantize_lanes_ref
-from moe_lab_kernels.pointer_table import PointerTable
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.gemv.lane_rows import quantize_lanes_ref
+from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support.decode_layers import decode_layer, decode_rows
 from tests.support.kernel_cases import same_bits
 

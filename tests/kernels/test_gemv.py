@@ -8,8 +8,9 @@ import torch
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import backend, gemv
-from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels import backend
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.storage.blocks import BLOCKS
 from tests.support.kernel_cases import DTYPES, GUARD, among_poison, gemv_case, nmse, same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")

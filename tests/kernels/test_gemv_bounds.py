@@ -12,7 +12,8 @@ PROGRAM = """
 import ctypes, mmap, sys
 import torch
 from moe_lab.formats import quantize
-from moe_lab_kernels import gemv, quantize_rows
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.rows import quantize_rows
 
 def at_the_edge(t):
     "A copy of uint8 `t` whose last byte is the last before a page that must not be touched."

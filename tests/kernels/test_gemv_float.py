@@ -5,11 +5,12 @@ import torch
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import activation, chunk_bias
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels.gemv_float_operands import Bias, Gate, Pairs, Rows
-from moe_lab_kernels.gemv_float_ref import values_ref
-from moe_lab_kernels.gemv_float_tiles import FloatTile
+from moe_lab_kernels.gemv import chunk_bias
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float.operands import Bias, Gate, Pairs, Rows
+from moe_lab_kernels.gemv_float.ref import values_ref
+from moe_lab_kernels.gemv_float.tiles import FloatTile
+from moe_lab_kernels.rows import activation
 from tests.support import float_cases as fc
 from tests.support.kernel_cases import Guarded, among_poison, nmse, same_bits, worst_relative
 

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import ctypes, mmap
 import torch
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels.gemv_float_operands import Bias, Pairs, Rows
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float.operands import Bias, Pairs, Rows
 from tests.support.float_cases import weight
 
 def at_the_edge(t):

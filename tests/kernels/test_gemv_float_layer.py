@@ -7,8 +7,8 @@ from moe_lab.arms import ARMS, ArmContext, DeviceWork, ExpertStack
 from moe_lab.arms.gemv_float import float_matmul
 from moe_lab.bench import float_layer
 from moe_lab.bench.workloads import LayerShape
+from moe_lab.execution.options import Options
 from moe_lab.formats import quantize
-from moe_lab.options import Options
 from moe_lab.tolerances import tol
 from tests.support import float_layers as fl
 from tests.support.kernel_cases import nmse

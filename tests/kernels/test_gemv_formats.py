@@ -5,10 +5,11 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv, lane_rows, quantize_rows
-from moe_lab_kernels.blocks import BLOCKS, GEMV_FORMATS
-from moe_lab_kernels.decode_ref import Lanes, lanes_of
-from moe_lab_kernels.unpack import unpack_ref
+from moe_lab_kernels.gemv import gemv, lane_rows
+from moe_lab_kernels.gemv.decode_ref import Lanes, lanes_of
+from moe_lab_kernels.rows import quantize_rows
+from moe_lab_kernels.storage.blocks import BLOCKS, GEMV_FORMATS
+from moe_lab_kernels.storage.unpack import unpack_ref
 from tests.support.kernel_cases import gemv_case, nmse, same_bits, weights
 
 pytestmark = pytest.mark.usefixtures("interpreter")

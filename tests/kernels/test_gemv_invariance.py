@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab_kernels import gemv
+from moe_lab_kernels.gemv import gemv
 from tests.support.kernel_cases import alone, gemv_case, same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -6,7 +6,7 @@ import torch
 from moe_lab.bench import gemv_layer
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv
+from moe_lab_kernels.gemv import gemv
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 TINY = LayerShape("tiny", 256, 256, 6, 2)

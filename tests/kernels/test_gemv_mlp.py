@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab_kernels import activation, gemv, gemv_mlp, lane_rows
-from moe_lab_kernels.decode_ref import lanes_of
-from moe_lab_kernels.pointer_table import PointerTable
-from moe_lab_kernels.tiles import Tile
+from moe_lab_kernels.gemv import gemv, lane_rows
+from moe_lab_kernels.gemv import mlp as gemv_mlp
+from moe_lab_kernels.gemv.decode_ref import lanes_of
+from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.rows import activation
+from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support.kernel_cases import DTYPES, Guarded, same_bits, weights
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import activation, grouped_gemm
-from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
-from moe_lab_kernels.grouped_gemm_steps import STEPS, Step
-from moe_lab_kernels.grouped_gemm_tiles import Tile, WorkList
+from moe_lab_kernels.grouped import grouped_gemm
+from moe_lab_kernels.grouped.operands import Scatter, Weight
+from moe_lab_kernels.grouped.steps import STEPS, Step
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.rows import activation
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import same_bits
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
-from moe_lab_kernels import grouped_gemm_tiles as gt
+from moe_lab_kernels.grouped import tiles as gt
 from tests.support.kernel_cases import same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import activation, mmq
-from moe_lab_kernels.arithmetic import Arithmetic
-from moe_lab_kernels.grouped_gemm_operands import Scatter
-from moe_lab_kernels.grouped_gemm_tiles import Tile, WorkList
-from moe_lab_kernels.mmq_operands import sides, sides_ref
+from moe_lab_kernels.grouped.operands import Scatter
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.operands import sides, sides_ref
 from moe_lab_kernels.primitives import fma_ref
+from moe_lab_kernels.rows import activation
+from moe_lab_kernels.rows.arithmetic import Arithmetic
 from tests.support.kernel_cases import same_bits
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 

@@ -9,8 +9,9 @@ from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing import Routing, route, route_plan
 from moe_lab.routing import plan as lab_plan
 from moe_lab.spec import RouterSpec
-from moe_lab_kernels import backend, plan
-from moe_lab_kernels import route_plan as fused
+from moe_lab_kernels import backend
+from moe_lab_kernels.route import plan
+from moe_lab_kernels.route import route_plan as fused
 from tests.support.routing_cases import ROUTERS, guarded_outputs, logits, picks, plan_differs, vectors
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]

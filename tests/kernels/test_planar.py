@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab_kernels import dequantize, planar
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.dequantize_planar import Cut, dequantize_planar, dequantize_planar_ref
-from moe_lab_kernels.planar_layout import ALIGNMENT, PIECES, PLANES, plane_bytes, planes_of
-from moe_lab_kernels.unpack import unpack_ref
+from moe_lab_kernels.dequantize import dequantize
+from moe_lab_kernels.dequantize.planar import Cut, dequantize_planar, dequantize_planar_ref
+from moe_lab_kernels.storage import planar
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import ALIGNMENT, PIECES, PLANES, plane_bytes, planes_of
+from moe_lab_kernels.storage.unpack import unpack_ref
 from tests.kernels.test_dequantize import random_rows
 from tests.support.kernel_cases import DTYPES, Guarded, same_bits
 

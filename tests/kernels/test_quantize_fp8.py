@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab_kernels.arithmetic import Arithmetic
-from moe_lab_kernels.quantize_fp8 import quantize_fp8, quantize_fp8_ref
-from moe_lab_kernels.quantize_rows import Tile
+from moe_lab_kernels.rows.arithmetic import Arithmetic
+from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8, quantize_fp8_ref
+from moe_lab_kernels.rows.quantize_rows import Tile
 from tests.support.activation_cases import KINDS, case
 from tests.support.kernel_cases import DTYPES, among_poison, same_bits
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels.arithmetic import Arithmetic, layout_of
-from moe_lab_kernels.quantize_rows import Tile, quantize_int8, quantize_int8_ref
+from moe_lab_kernels.rows.arithmetic import Arithmetic, layout_of
+from moe_lab_kernels.rows.quantize_rows import Tile, quantize_int8, quantize_int8_ref
 from tests.support.activation_cases import INT8_LAYOUTS, KINDS, case, emulate
 from tests.support.kernel_cases import DTYPES, among_poison, same_bits
 

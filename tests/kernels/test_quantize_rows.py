@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import quantize_rows
+from moe_lab_kernels.rows import quantize_rows
 from tests.support.kernel_cases import DTYPES, among_poison, same_bits
 
 pytestmark = [

@@ -5,7 +5,8 @@ import torch
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import backend, router
+from moe_lab_kernels import backend
+from moe_lab_kernels.route import router
 from tests.support.kernel_cases import DTYPES, same_bits
 from tests.support.routing_cases import guarded_outputs
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab_kernels import backend, plan
-from moe_lab_kernels import slot_table as op
+from moe_lab_kernels import backend
+from moe_lab_kernels.route import plan
+from moe_lab_kernels.slots import slot_table as op
 from tests.support.routing_cases import picks
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]

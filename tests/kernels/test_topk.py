@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing import route
 from moe_lab.spec import RouterSpec
-from moe_lab_kernels import backend, topk
+from moe_lab_kernels import backend
+from moe_lab_kernels.route import topk
 from tests.support.kernel_cases import same_bits
 from tests.support.routing_cases import INF, NAN, ROUTERS, differs, guarded_outputs, logits, vectors
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_lab.formats import FORMATS
-from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels.storage.blocks import BLOCKS
 from tests.support.kernel_cases import same_bits
 
 ggml = pytest.importorskip("ggml", reason="ggml-python is the C oracle")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from moe_lab_kernels.arithmetic import ActivationLayout
+from moe_lab_kernels.rows.arithmetic import ActivationLayout
 
 F32 = np.float32
 INT8_LAYOUTS = ("q8_0", "q8_1", "d4", "ds4", "d2s6", "q8_k")

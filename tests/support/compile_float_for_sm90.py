@@ -8,8 +8,8 @@ import torch
 from triton.runtime import driver
 
 from moe_lab_kernels import backend
-from moe_lab_kernels import gemv_float as gf
-from moe_lab_kernels.gemv_float_operands import Gate, Pairs, Rows
+from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float.operands import Gate, Pairs, Rows
 from tests.support.compile_for_sm90 import Hopper, facts
 from tests.support.float_cases import weight
 

@@ -17,32 +17,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_lab_kernels import (
-    activation,
-    arithmetic,
-    backend,
-    blocks,
-    combine,
-    dequantize,
-    dequantize_planar,
-    dequantize_scaled,
-    dequantize_transposed,
-    gemv,
-    gemv_mlp,
-    plan,
-    planar,
-    pointer_table,
-    primitives,
-    quantize_fp8,
-    quantize_rows,
-    route_plan,
-    router,
-    scaled_layouts,
-    slot_table,
-    topk,
-)
+from moe_lab_kernels import backend, primitives
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.planar_layout import PIECES
+from moe_lab_kernels.dequantize import dequantize
+from moe_lab_kernels.dequantize import planar as dequantize_planar
+from moe_lab_kernels.dequantize import scaled as dequantize_scaled
+from moe_lab_kernels.dequantize import transposed as dequantize_transposed
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.gemv import mlp as gemv_mlp
+from moe_lab_kernels.route import plan, route_plan, router, topk
+from moe_lab_kernels.rows import activation, arithmetic, combine, quantize_fp8, quantize_rows
+from moe_lab_kernels.slots import pointer_table, slot_table
+from moe_lab_kernels.storage import blocks, planar, scaled_layouts
+from moe_lab_kernels.storage.planar_layout import PIECES
 from tests.support.routing_cases import ROUTERS, vectors
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

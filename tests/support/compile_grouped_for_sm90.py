@@ -14,8 +14,10 @@ import torch
 import triton
 from triton.runtime import driver
 
-from moe_lab_kernels import backend, grouped_gemm, grouped_gemm_tiles
-from moe_lab_kernels.grouped_gemm_operands import Scatter
+from moe_lab_kernels import backend
+from moe_lab_kernels.grouped import grouped_gemm
+from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
+from moe_lab_kernels.grouped.operands import Scatter
 from tests.support.compile_for_sm90 import Hopper, facts
 from tests.support.grouped_cases import weight
 

@@ -6,10 +6,13 @@ import sys
 import torch
 from triton.runtime import driver
 
-from moe_lab_kernels import arithmetic, backend, blocks, mmq
-from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
-from moe_lab_kernels.grouped_gemm_tiles import WorkList
-from moe_lab_kernels.mmq_operands import MmqRows
+from moe_lab_kernels import backend
+from moe_lab_kernels.grouped.operands import Scatter, Weight
+from moe_lab_kernels.grouped.tiles import WorkList
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.operands import MmqRows
+from moe_lab_kernels.rows import arithmetic
+from moe_lab_kernels.storage import blocks
 from tests.support.compile_for_sm90 import Hopper, facts
 
 

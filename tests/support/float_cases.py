@@ -6,12 +6,12 @@ import torch
 
 from moe_lab.arms.grouped import weight_of
 from moe_lab.formats import quantize
-from moe_lab_kernels import quantize_fp8
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.gemv_float_operands import Pairs, Rows, served
-from moe_lab_kernels.gemv_float_steps import WALKS
-from moe_lab_kernels.gemv_float_tiles import FloatTile
-from moe_lab_kernels.grouped_gemm_operands import Weight
+from moe_lab_kernels.gemv_float.operands import Pairs, Rows, served
+from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.gemv_float.tiles import FloatTile
+from moe_lab_kernels.grouped.operands import Weight
+from moe_lab_kernels.rows import quantize_fp8
+from moe_lab_kernels.storage.blocks import BLOCKS
 from tests.support.kernel_cases import Guarded
 from tests.support.raw_blocks import plain_rows
 

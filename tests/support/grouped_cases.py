@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lab.formats import quantize
-from moe_lab_kernels import grouped_gemm, grouped_gemm_operands, grouped_gemm_tiles
-from moe_lab_kernels.grouped_gemm_operands import DENSE, Scatter, Weight
-from moe_lab_kernels.grouped_gemm_tiles import Tile, WorkList
+from moe_lab_kernels.grouped import grouped_gemm
+from moe_lab_kernels.grouped import operands as grouped_gemm_operands
+from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
+from moe_lab_kernels.grouped.operands import DENSE, Scatter, Weight
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison
 
 

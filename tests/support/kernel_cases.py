@@ -6,7 +6,8 @@ from functools import cache
 import torch
 
 from moe_lab.formats import get_format, quantize
-from moe_lab_kernels import gemv, quantize_rows
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.rows import quantize_rows
 
 GUARD = 64
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

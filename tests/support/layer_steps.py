@@ -16,8 +16,9 @@ from moe_lab.arms.integer import integer_matmul
 from moe_lab.formats import QuantRows, quantize_q8_1
 from moe_lab.layer import MoELayer
 from moe_lab.routing import plan
-from moe_lab_kernels import activation, gemv
-from moe_lab_kernels.lane_rows import LaneRows, quantize_lanes, to_lanes, to_plain
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.gemv.lane_rows import LaneRows, quantize_lanes, to_lanes, to_plain
+from moe_lab_kernels.rows import activation
 
 CHUNK = 8
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lab.formats import quantize_activations
-from moe_lab_kernels import grouped_gemm_tiles, mmq
-from moe_lab_kernels.arithmetic import Arithmetic
-from moe_lab_kernels.grouped_gemm_operands import Scatter, Weight
-from moe_lab_kernels.grouped_gemm_tiles import Tile, WorkList
-from moe_lab_kernels.mmq_operands import MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
+from moe_lab_kernels.grouped.operands import Scatter, Weight
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.operands import MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.rows.arithmetic import Arithmetic
 from tests.support.grouped_cases import weight
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison
 

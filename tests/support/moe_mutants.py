@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moe_lab import execution
 from moe_lab import layer as layer_room
 from moe_lab import routing as routing_module
 from moe_lab.arms import dense
+from moe_lab.execution import call as execution
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing, plan

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_lab_kernels.blocks import BLOCKS
+from moe_lab_kernels.storage.blocks import BLOCKS
 
 FLOATS_AT = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),

@@ -9,7 +9,7 @@ import torch
 
 from moe_lab.routing import Routing, route
 from moe_lab.spec import RouterSpec
-from moe_lab_kernels import plan, topk
+from moe_lab_kernels.route import plan, topk
 from tests.support.kernel_cases import Guarded, same_bits
 
 NAN, INF = math.nan, math.inf

@@ -7,7 +7,7 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.formats import Arithmetic, from_blocks, quantize_activations, quantize_q8_1, to_blocks
-from moe_lab_kernels.arithmetic import LAYOUTS
+from moe_lab_kernels.rows.arithmetic import LAYOUTS
 from tests.support.activation_cases import INT8_LAYOUTS, case
 from tests.support.kernel_cases import same_bits
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.branch import DenseBranch, run_halves
 from moe_lab.errors import LabError
+from moe_lab.execution.branch import DenseBranch, run_halves
 from moe_lab.layer import MoELayer
 from tests.support.decode_layers import D, decode_layer, decode_rows, normed_layer
 

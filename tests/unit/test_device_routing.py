@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab import device_routing
 from moe_lab.arms import ARMS, get_arm
 from moe_lab.arms.by_rows import ByRows, Range
 from moe_lab.arms.gemv import Gemv
-from moe_lab.device_routing import Header
 from moe_lab.errors import LabError
+from moe_lab.execution import device_routing
+from moe_lab.execution.device_routing import Header
 from moe_lab.formats import quantize
 from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing
@@ -311,7 +311,7 @@ def test_what_an_arm_of_arms_refuses() -> None:
 
 
 def test_a_pointer_table_stands_where_an_arena_stands() -> None:
-    from moe_lab_kernels.pointer_table import PointerTable
+    from moe_lab_kernels.slots.pointer_table import PointerTable
 
     own, other = quantize(torch.randn(3, 4, 256), "q2_k").data, quantize(torch.randn(2, 4, 256), "q2_k").data
     table = PointerTable.of([own, other])

@@ -10,7 +10,7 @@ from moe_lab.errors import LabError
 from moe_lab.formats import Arithmetic, quantize
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels.mmq_operands import MMQ_LAYOUTS
+from moe_lab_kernels.mmq.operands import MMQ_LAYOUTS
 
 ARMS = ("gemv", "mmq", "cpu")
 

@@ -7,11 +7,11 @@ import moe_lab as lab
 from moe_lab.arms.gemv_float import float_matmul
 from moe_lab.arms.integer import RAW_SUM_OFFSET, integer_matmul
 from moe_lab.errors import LabError
+from moe_lab.execution.options import Options
 from moe_lab.formats import quantize, quantize_activations
-from moe_lab.options import Options
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv
+from moe_lab_kernels.gemv import gemv
 from tests.support import float_layers as fl
 
 FLOATS = (

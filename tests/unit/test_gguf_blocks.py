@@ -8,9 +8,9 @@ from moe_lab.errors import LabError
 from moe_lab.formats import FORMATS, Planar, QuantTensor, quantize, quantize_q8_1
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels.blocks import BLOCKS
-from moe_lab_kernels.planar_layout import PIECES
-from moe_lab_kernels.unpack import fields, pack_fields, pack_scales_and_mins, scales_and_mins
+from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar_layout import PIECES
+from moe_lab_kernels.storage.unpack import fields, pack_fields, pack_scales_and_mins, scales_and_mins
 from tests.support.kernel_cases import bits
 from tests.support.raw_blocks import plain_rows
 

@@ -9,7 +9,7 @@ from moe_lab.arms.integer import integer_matmul
 from moe_lab.formats import get_format, quantize, quantize_q8_1
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels import gemv
+from moe_lab_kernels.gemv import gemv
 
 FORMATS = ("q2_k", "q3_k", "q8_0")
 

@@ -25,7 +25,7 @@ FLOORS = (
     {"checkpoint"},
     {"routing", "routing_checks", "workspace", "arms", "weights", "block", "emulation", "matmul"},
     {"stream"},
-    {"layer", "execution", "call_parts", "options", "device_routing", "shared_lane", "capture", "branch"},
+    {"layer", "execution"},
     {"assembly", "open", "export"},
     {"analysis", "caching", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"},
     {"explore", "report", "cli", "__main__"},

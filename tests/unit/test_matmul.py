@@ -12,7 +12,7 @@ from moe_lab.formats import quantize, quantize_activations
 from moe_lab.matmul import ACTIVATIONS
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
-from moe_lab_kernels.mmq_operands import FOLDED, MMQ_LAYOUTS
+from moe_lab_kernels.mmq.operands import FOLDED, MMQ_LAYOUTS
 from tests.support import ggml_arms
 
 FORMATS = tuple(MMQ_LAYOUTS)

@@ -8,7 +8,7 @@ import torch
 
 from moe_lab import workspace
 from moe_lab.errors import LabError
-from moe_lab.shared_lane import SideLane
+from moe_lab.execution.shared_lane import SideLane
 from moe_lab.workspace import Workspace, borrowed, poisoned, size_class
 from tests.support.fake_cuda import FakeCuda
 

@@ -1,0 +1,1 @@
+"""Stored weights to plain values."""

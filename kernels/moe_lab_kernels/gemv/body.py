@@ -1,0 +1,47 @@
+"""What every GEMV kernel shares: one weight row times one activation row, in an order that is written out.
+
+A row of blocks is walked by LANES lanes, PER_BLOCK of them a block (`decode_ref.lanes_of` says how many); each lane
+adds the parts of its own steps in sequence, then the lanes are added halves against halves, lane i to i + LANES / 2
+and so on. `matvec_ref` adds in the same order, so bits depend on a row's own operands and LANES alone: on no tile,
+no chunk, no grid, no launch.
+"""
+# pyright: reportGeneralTypeIssues=false
+
+from moe_lab_kernels.backend import gdc_launch_dependents, gdc_wait, jit, tl
+from moe_lab_kernels.gemv.decode_part import part
+
+
+@jit
+def lane_sums(w, x, d8, total, known, blocks, A: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr,
+              LANES: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, ORDERED: tl.constexpr,
+              NATIVE: tl.constexpr):  # fmt: skip
+    """fp32 [A, B, 32]: each lane's sum over its steps. w: pointers to weight rows, [.., .., 32], LANES lanes a row; x,
+    d8, total: pointers to activation rows [.., .., 1], of which `known` masks what is not there; weight addresses are
+    always valid. VALUES: of a block. ORDERED: 1 where x is in lane order (`lane_rows`), else 0.
+
+    The last axis is a whole warp whatever LANES is: with a shorter one, weights and activations would be laid over
+    threads in different ways. Lanes past the last block read it again against zeros, so the loop needs no mask on
+    weights.
+    """
+    lane = tl.arange(0, 32)[None, None, :] % LANES
+    acc = tl.zeros((A, B, 32), tl.float32)
+    for first_block in range(0, blocks, LANES // PER_BLOCK):
+        block = first_block + lane // PER_BLOCK
+        there = known & (block < blocks)
+        acc += part(w, x, x + (first_block * VALUES + lane * 8), d8, total, tl.minimum(block, blocks - 1),
+                    lane % PER_BLOCK, there, FORMAT, PER_BLOCK, 8 * LANES * ORDERED, NATIVE)  # fmt: skip
+    return acc
+
+
+@jit
+def wait_for_the_kernel_before(PDL: tl.constexpr):
+    """Until everything the kernel before wrote can be read (programmatic dependent launch starts this one early)."""
+    if PDL:
+        gdc_wait()
+
+
+@jit
+def let_the_next_kernel_start(PDL: tl.constexpr):
+    """Called after the wait, so what the next kernel reads before its own wait is older than this kernel."""
+    if PDL:
+        gdc_launch_dependents()

@@ -1,0 +1,67 @@
+"""How the GEMV kernels' programs are cut, and which cut was fastest where. No tile changes a bit, but for `lanes`."""
+
+from dataclasses import dataclass
+
+from moe_lab.errors import LabError
+from moe_lab_kernels.gemv.decode_ref import Lanes
+
+# Rows of a chunk that may share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's
+# own work (1.7 instructions a weight) passes that of a row alone (1.6).
+MAX_SHARED = 4
+
+
+def _powers_of_two(name: str, **values: tuple[int, int]) -> None:
+    for field, (value, least) in values.items():
+        if value < least or value & (value - 1):
+            raise LabError(f"{name}.{field} is {value}; it must be a power of two, at least {least}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program of `gemv` is cut. Only `lanes` changes bits, and it is for experiments: the default is part of the
+    promise.
+
+    rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold where 32
+    lanes walk a row, so n rows of a chunk walk the tile in strips of sums / n weight rows; registers: a thread's cap,
+    or None; lanes: how a row is walked, or None for `decode_ref.lanes_of`; shared: rows of a chunk that share decoded
+    codes (1, 2 or 4).
+    """
+
+    rows: int
+    warps: int = 1
+    sums: int = 16
+    registers: int | None = None
+    lanes: Lanes | None = None
+    shared: int = MAX_SHARED
+
+    def __post_init__(self) -> None:
+        _powers_of_two("Tile", rows=(self.rows, 1), shared=(self.shared, 1), sums=(self.sums, self.shared))
+        if self.shared > MAX_SHARED:
+            raise LabError(f"Tile.shared is {self.shared}; at most {MAX_SHARED} rows share decoded codes.")
+
+
+# H200, triton 3.6, microseconds for gate + up / down, T = 1: qwen3 q2_k+q3_k | q4_k+q6_k | mxfp4 | mixtral | V4.1
+#   8 rows, 128 registers       5.7 / 5.3 | 9.9 / 7.3 | 8.0 / 6.1 | 25.9 / 27.8 | 18.5 / 18.3
+#   4 rows, 80 registers        6.5 / 7.0 | 9.8 / 8.1 | 7.8 / 6.8 | 27.0 / 25.3 | 19.4 / 18.7
+#   2 rows, 64 registers        7.2 / 8.4 | 9.3 / 8.9 | 8.8 / 8.1 | 28.9 / 23.5 | 22.3 / 20.1
+# 4 to 8 warps a program lost wherever they were tried but for mixtral's down (23 with 2 rows a warp).
+TILE_ONE = Tile(8, registers=128)
+# T = 8, the same shapes (mixtral, V4.1: q2_k+q3_k); s: sums, r: registers, c: rows that share decoded codes
+#   s8 r128 c4                  33.3 / 27.4 | 47.5 / 36.9 | 46.8 / 35.6 | 257 / 142 | 108 / 103
+#   s4 r128 c2                  29.3 / 25.4 | 40.7 / 34.2 | 44.9 / 35.7 | 183 / 148 | 116 / 112
+#   s4 r96 c2                   27.3 / 23.1 | 37.4 / 30.6 | 43.7 / 32.6 | 173 / 140 | 106 / 98
+#   s4 r96 c1                   28.5 / 24.3 | 45.4 / 33.8 | 45.0 / 34.0 | 184 / 182 | 104 / 104
+# Of s8 c4 the code alone is 53 KB (three sizes of program) and a third of the stalls were waits for instructions; 96
+# registers let 20 warps onto a multiprocessor instead of 16. More rows a program (16, 32) lost.
+TILE_MANY = Tile(8, sums=4, registers=96, shared=2)
+# q8_0, whose code is short: 70.6 / 38.7 against 74.9 / 42.1 in the tile above.
+TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
+# The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
+TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
+
+
+def tile_for(format: str, max_rows: int) -> Tile:
+    """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows."""
+    if max_rows == 1:
+        return TILE_ONE
+    return TILE_MANY_BYTES if format == "q8_0" else TILE_MANY

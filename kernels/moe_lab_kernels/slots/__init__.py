@@ -1,0 +1,1 @@
+"""Where an expert lies: slots of an arena, or addresses."""
