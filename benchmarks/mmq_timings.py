@@ -1,14 +1,15 @@
 """Timings of the int8 grouped product on a CUDA GPU: single products for many tiles, and whole routed layers.
 
     PYTHONPATH=.:kernels python benchmarks/mmq_timings.py --out DIR [--layers | --sweep] [--kinds q2_k:d2s6,q2_k:q8_k]
-        [--formats q2_k+q3_k,..] [--shapes ..] [--tokens ..] [--workers 12]
+        [--formats q2_k+q3_k,..] [--shapes ..] [--cells shape:format:arithmetic:T,T ..] [--workers 12]
 
 A kind is a weight format and the layout of the activations (q8_k: the folded form). Before anything is timed, a small
 case of every kind and tile goes through kernel and reference, bit for bit, with poisoned outputs, in `--workers`
-processes (which also fills the compiler's cache); layers are compared with fp32 mathematics and, bit for bit, with
-their own rows in batches of 1 and 64. A wrong result has no time. A call is one pass of a CUDA graph over a rotation of
-routings. `ggml_us`: ggml-cuda's whole layer on another H200, recorded; `floor_us`: bytes over the read bandwidth
-measured in the same run, or operations over 918 int8 TOP/s, whichever takes longer.
+processes (which also fills the compiler's cache; those of layers do nothing else); layers are compared with fp32
+mathematics and, bit for bit, with their own rows in batches of 1 and 64. A wrong result has no time. `tile` says which
+products open their weights first. A call is one pass of a CUDA graph over a rotation of routings. `ggml_us`: the layer
+of ggml-cuda on another H200, recorded; `floor_us`: bytes over the read bandwidth measured in the same run, or
+operations over 918 int8 TOP/s, whichever takes longer.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grouped_timings import Call, exact, floor_us, make_call, make_weights, one_weight
+from grouped_layers import Call, exact, make_call, make_weights, one_weight
+from grouped_timings import floor_us
 
 from moe_lab.bench.runner import bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, routings
@@ -33,6 +35,7 @@ from moe_lab_kernels.grouped import operands as go
 from moe_lab_kernels.grouped import tiles as gt
 from moe_lab_kernels.mmq import mmq
 from moe_lab_kernels.mmq import operands as mo
+from moe_lab_kernels.mmq.wide import WideTile
 from moe_lab_kernels.route import plan
 from moe_lab_kernels.rows import combine
 
@@ -40,14 +43,16 @@ DEVICE, INT8_TOPS = "cuda", 918.0
 TOKENS = (32, 128, 512, 2048, 8192)
 KINDS = ("q2_k:d2s6", "q3_k:d4", "q4_k:ds4", "q5_k:ds4", "q6_k:d4", "q8_0:d4", "q4_0:ds4", "mxfp4:d4", "nvfp4:d4",
          "q2_k:q8_k", "q3_k:q8_k", "q4_k:q8_k", "q6_k:q8_k")  # fmt: skip
-# (rows of a tile, its Tile)
+# (rows of the list's tiles, Tile of a program)
 TILES = (
     *((16, gt.Tile(64, 4, 2, 1, r)) for r in (None, 128)),
-    *((64, gt.Tile(64, 4, 2, 8, r)) for r in (None, 160, 128)),
-    (64, gt.Tile(128, 8, 2, 8, 128)),
-    (64, gt.Tile(64, 8, 2, 8)),
-    *((128, gt.Tile(r, w, 2, 8, c)) for r, w, c in ((64, 4, None), (64, 8, None), (64, 8, 128), (128, 8, None))),
+    *((64, gt.Tile(64, 4, 2, 8, r)) for r in (None, 168)),
+    *((128, WideTile(r, t, 4, 2)) for r, t in ((64, 64), (64, 128), (128, 64))),
+    (128, WideTile(64, 64, 2, 3, 2)),
+    (128, WideTile(128, 128, 8, 2)),
+    *((128, WideTile(r, t, w, 2, by_warp=False)) for r, t, w in ((64, 64, 4), (64, 128, 4), (128, 128, 8))),
 )
+LISTS = {16: 8, 32: 20, 64: 40, 128: 80, "wide": 300}  # rows an expert that lead to each kind of list
 # us at T = 32, 128, 512, 2048, 8192, uniform routing
 GGML = {
     ("qwen3-30b-a3b", "q2_k+q3_k"): (522, 1357, 1619, 2986, 10146),
@@ -71,7 +76,7 @@ def rows_of(x: torch.Tensor, layout: str) -> mo.MmqRows:
     return mo.MmqRows(q.codes, q.scale, q.total, layout)
 
 
-def small_case(kind: str, tokens: int, tile: gt.Tile, n: int = 256, kd: int = 1024) -> str:
+def small_case(kind: str, tokens: int, tile: gt.Tile | WideTile, n: int = 256, kd: int = 1024) -> str:
     """ "yes", or what differs from the reference."""
     format, layout = kind.split(":")
     draw = torch.Generator(DEVICE).manual_seed(3)
@@ -94,15 +99,29 @@ def small_case(kind: str, tokens: int, tile: gt.Tile, n: int = 256, kd: int = 10
     return "yes" if same else f"WRONG: {int((got.view(torch.int32) != want.view(torch.int32)).sum())} of {got.numel()}"
 
 
+def shared_out(option: str, cases: list[str], workers: int) -> str:
+    """What processes of this script print that get a share of the cases each."""
+    parts = [";".join(cases[i::workers]) for i in range(workers)]
+    command = [sys.executable, __file__, "--out", ".", option]
+    running = [subprocess.Popen([*command, p], stdout=subprocess.PIPE, text=True) for p in parts if p]
+    return "".join(p.communicate()[0] for p in running)
+
+
 def checked(kinds: list[str], workers: int) -> dict[tuple[str, int, str], str]:
     """(kind, tokens, tile) -> what `small_case` says, from several processes."""
-    cases = list(itertools.product(kinds, range(len(TILES))))
-    parts = [";".join(f"{k}/{t}" for k, t in cases[i::workers]) for i in range(workers)]
-    command = [sys.executable, __file__, "--out", ".", "--cases"]
-    running = [subprocess.Popen([*command, p], stdout=subprocess.PIPE, text=True) for p in parts if p]
-    said = "".join(p.communicate()[0] for p in running)
+    cases = [f"{k}/{t}" for k, t in itertools.product(kinds, range(len(TILES)))]
+    said = shared_out("--cases", cases, workers)
     lines = (line.split("\t") for line in said.splitlines() if line.count("\t") == 2)
     return {(kind, TILES[int(at)][0], str(tuple(TILES[int(at)][1]))): ok for kind, at, ok in lines}
+
+
+def compile_layer(case: str) -> None:
+    """One call of a layer with K experts, each with so many rows that the kernels of `case`'s list run."""
+    name, format, form, rows = case.split(":")
+    s = SHAPES[name]
+    few = LayerShape(s.name, s.d_model, s.d_expert, s.top_k, s.top_k)
+    layer(make_call(few, *routings(few, int(rows))[0]), make_weights(few, format), form == "folded")
+    torch.cuda.synchronize()
 
 
 def sweep(kinds: list[str], ok: dict, budget_ms: float) -> Iterator[dict[str, Any]]:
@@ -111,14 +130,14 @@ def sweep(kinds: list[str], ok: dict, budget_ms: float) -> Iterator[dict[str, An
     for kind in kinds:
         format, layout = kind.split(":")
         w = one_weight(format, experts, n, kd, torch.Generator(DEVICE).manual_seed(1))
-        for each in (8, 128, 256):
+        for each in (8, 64, 256):
             x = torch.randn(experts * each, kd, device=DEVICE).bfloat16()
             rows, row_of = rows_of(x, layout), torch.randperm(len(x), device=DEVICE).int()
             out = torch.empty(len(x), n, dtype=torch.bfloat16, device=DEVICE)
             counts = torch.full((experts,), each, dtype=torch.int32, device=DEVICE)
             offsets = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
             for tokens, tile in TILES:
-                if each != max(8, 2 * tokens - 24 * (tokens == 16)):
+                if each != {16: 8, 64: 64, 128: 256}[tokens]:
                     continue
                 said = ok.get((kind, tokens, str(tuple(tile))), "not run")
                 row = {"what": f"product-{each}", "format": format, "arithmetic": layout, "T": len(x),
@@ -143,9 +162,12 @@ def layer(c: Call, w: Any, folded: bool) -> torch.Tensor:
     work = gt.work_list(p.counts, p.offsets, pairs, gt.tokens_for(pairs, len(w.gate.data)))
     named = mo.folded_layout if folded else mo.layout_for
     x = rows_of(c.x, named(w.gate.format))
-    hidden = mmq.mmq_hidden(x, p.token, w.gate, w.up, work, torch.bfloat16)
+    room = max(mmq.scratch_for(work, named(m.format) == "q8_k", m) for m in (w.gate, w.down))
+    scratch = torch.empty(room, dtype=torch.uint8, device=c.x.device) if room else None
+    hidden = mmq.mmq_hidden(x, p.token, w.gate, w.up, work, torch.bfloat16, scratch=scratch)
     to = go.Scatter(p.token, p.slot, c.ids.shape[1])
-    mmq.mmq_product(rows_of(hidden, named(w.down.format)), None, w.down, work, c.y, to=to)
+    down = rows_of(hidden, named(w.down.format))
+    mmq.mmq_product(down, None, w.down, work, c.y, to=to, scratch=scratch)
     return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
 
 
@@ -167,17 +189,51 @@ def check(shape: LayerShape, w: Any, tokens: int, folded: bool) -> tuple[float, 
     return nmse, "yes"
 
 
+def way(shape: LayerShape, w: Any, tokens: int, folded: bool) -> str:
+    """ "list of 64 rows", and which of gate and down open their weights."""
+    pairs, experts = tokens * shape.top_k, shape.experts
+    n = gt.tokens_for(pairs, experts)
+    work = gt.WorkList(torch.empty(gt.most_tiles(pairs, experts, n), 3, dtype=torch.int32), n)
+    wide = [name for name in ("gate", "down") if mmq.goes_wide(getattr(w, name), work, folded)]
+    return f"list of {n} rows" + (f", opened: {' '.join(wide)}" if wide else "")
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[str, str, str, list[int]]]:
+    """(shape, format, arithmetic, tokens) of every layer that has such an arithmetic."""
+    if args.cells:
+        parts = (cell.split(":") for cell in args.cells)
+        return [(shape, format, form, [int(t) for t in tokens.split(",")]) for shape, format, form, tokens in parts]
+    named = itertools.product(args.shapes.split(","), args.formats.split(","), args.arithmetics.split(","))
+    tokens = [int(t) for t in args.tokens.split(",")]
+    return [(s, f, a, tokens) for s, f, a in named if a == "ggml" or set(f.split("+")) & set(mo.FOLDED)]
+
+
+def compiled(cells: list[tuple[str, str, str, list[int]]], workers: int) -> None:
+    """Every kernel of the cells, compiled by several processes."""
+    cases: dict[str, None] = {}
+    for name, format, form, tokens in cells:
+        s = SHAPES[name]
+        for t in tokens:
+            pairs = t * s.top_k
+            n = gt.tokens_for(pairs, s.experts)
+            many = n == 128 and gt.most_tiles(pairs, s.experts, n) >= mmq.WIDE_TILES * s.experts
+            cases[f"{name}:{format}:{form}:{LISTS['wide' if many else n]}"] = None
+    shared_out("--compile", list(cases), workers)
+
+
 def layers(args: argparse.Namespace, read: float) -> Iterator[dict[str, Any]]:
     """Whole layers, ggml's arithmetic and the folded form."""
-    for name, format in itertools.product(args.shapes.split(","), args.formats.split(",")):
+    held = None
+    for name, format, form, many in cells_of(args):
         shape = SHAPES[name]
-        w = make_weights(shape, format)
-        for tokens, form in itertools.product(map(int, args.tokens.split(",")), args.arithmetics.split(",")):
-            if form == "folded" and not set(format.split("+")) & set(mo.FOLDED):
-                continue
+        if held != (name, format):
+            w, held = None, (name, format)
+            torch.cuda.empty_cache()
+            w = make_weights(shape, format)
+        for tokens in many:
             nmse, ok = check(shape, w, tokens, form == "folded")
             row = {"what": "layer", "shape": name, "format": format, "arithmetic": form, "T": tokens, "ok": ok,
-                   "nmse": f"{nmse:.2e}"}  # fmt: skip
+                   "nmse": f"{nmse:.2e}", "tile": way(shape, w, tokens, form == "folded")}  # fmt: skip
             if ok == "yes":
                 picks = routings(shape, tokens)
                 calls = [make_call(shape, *p) for p in picks]
@@ -189,8 +245,6 @@ def layers(args: argparse.Namespace, read: float) -> Iterator[dict[str, Any]]:
                     us = peer[TOKENS.index(tokens)]
                     row |= {"ggml_us": us, "times_ggml": f"{us / t.us_p50:.2f}"}
             yield row
-        del w
-        torch.cuda.empty_cache()
 
 
 def main() -> int:
@@ -205,7 +259,9 @@ def main() -> int:
     parser.add_argument("--arithmetics", default="ggml,folded")
     parser.add_argument("--budget-ms", type=float, default=25.0)
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--cells", nargs="*", help="layers as shape:format:arithmetic:T,T in place of the product")
     parser.add_argument("--cases", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise LabError("mmq_timings needs a CUDA GPU; torch sees none.")
@@ -213,13 +269,19 @@ def main() -> int:
         for kind, at in (case.split("/") for case in args.cases.split(";")):
             print(kind, at, small_case(kind, *TILES[int(at)]), sep="\t", flush=True)
         return 0
+    if args.compile:
+        for case in args.compile.split(";"):
+            compile_layer(case)
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
     begin, where, failed = time.perf_counter(), measured_on(), 0
     torch.backends.cuda.matmul.allow_tf32 = False
     read = bandwidth_gb_per_s()["read"]
     kinds = args.kinds.split(",")
     ok = checked(kinds, args.workers) if args.sweep else {}
-    print(f"checked {len(ok)} tiles in {time.perf_counter() - begin:.0f} s", flush=True)
+    if args.layers or not args.sweep:
+        compiled(cells_of(args), args.workers)
+    print(f"checked {len(ok)} tiles, compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     with (args.out / "mmq_timings.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()

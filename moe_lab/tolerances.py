@@ -64,6 +64,11 @@ TOLERANCES: dict[str, Tolerance] = {
         "fp32 products and sums in another order than BLAS; affine codes lose three bits to their bias: 1.3e-13 "
         "measured at Kd = 704.",
     ),
+    "replay/sum": Tolerance(
+        0.01, "relative to the wall time",
+        "Phases, waits and marks come from different stamps of one clock: they add up to the wall but for the "
+        "microseconds between two stamps; 1e-6 measured, the issue asks for 1 %.",
+    ),
     "mmq/emulation": Tolerance(
         1e-12, "NMSE",
         "As gemv/emulation, for ggml's prefill arithmetic: integers exact, scales equal, fp32 sums in another order.",
@@ -77,6 +82,11 @@ TOLERANCES: dict[str, Tolerance] = {
         5e-3, "NMSE",
         "Two rounds of 8-bit activations with raw sums: 2e-4 a product on Gaussian rows, 6e-4 on SwiGLU outputs "
         "(q4_k, q5_k), three products; a forgotten expert gives 1e-2 and more.",
+    ),
+    "mmq/row": Tolerance(
+        2e-2, "NMSE",
+        "One row of such a layer: 4.7e-3 (q4_k) and 5.8e-3 (q5_k) measured, five times its layer's; a row without one "
+        "of its two experts is 0.3 off.",
     ),
     "mmq/finding": Tolerance(
         0.2, "relative to the recorded NMSE",
@@ -102,6 +112,11 @@ TOLERANCES: dict[str, Tolerance] = {
         1e-9, "NMSE",
         "Exact products of 16-bit operands, fp32 sums in the tensor core that may truncate: up to 2^-23 a step of 16, "
         "all to one side, is 2e-5 of a sum over 2,880 and 4e-10 squared; a bf16 rounding anywhere would be 3e-6.",
+    ),
+    "grouped/fp8 product": Tolerance(
+        4e-6, "NMSE",
+        "Exact products of e4m3 values; 128 of them are four steps of the fp8 tensor core, which aligns what it adds "
+        "to the largest and keeps some 13 bits: 4 * 2^-13 of terms up to four times the sum, squared.",
     ),
     "store/bf16": Tolerance(
         1e-4, "NMSE",

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule, activate, lacks_kernel
+from moe_lab.arms.base import ArmContext, ExpertStack, Group, PlannedWork, Schedule, activate, lacks_kernel
+from moe_lab.arms.lists import numbers, shared_tiles, tiles_of, zeros
 from moe_lab.formats import QuantTensor, quantize_activations
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.grouped import operands as go
-from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.grouped.tiles import WorkList
 from moe_lab_kernels.mmq import mmq
-from moe_lab_kernels.mmq.operands import FOLDED, MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.mmq.operands import FOLDED, HAS_MINIMA, MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
 from moe_lab_kernels.mmq.ref import product_ref
 
 
@@ -36,6 +37,11 @@ class Mmq:
         """Formats with ggml's integer arithmetic."""
         missing = sorted({f for f in formats if f not in MMQ_LAYOUTS})
         return f"it serves {', '.join(MMQ_LAYOUTS)}, not {', '.join(missing)}" if missing else None
+
+    def tolerance(self, formats: Sequence[str]) -> str:
+        """Sums of unquantised values meet the minima, where there are any: the row of the tolerance table."""
+        raw = any(f in HAS_MINIMA and self.layout(f) != "q8_k" for f in formats)
+        return "mmq/layer" if raw else "bench/layer"
 
     def lacks(self, spec: MoESpec) -> str | None:
         """Plain gated experts alone, weighed on their output."""
@@ -56,16 +62,29 @@ class Mmq:
             y[token, slot] = self._torch_mlp(x, token, stack, local, ctx).to(y.dtype)
             return
         to = go.Scatter(token.to(torch.int32), slot.to(torch.int32), y.shape[1])
-        self._kernel_mlp(x, to, stack, local, ctx, y.view(-1, y.shape[-1]))
+        work = tiles_of(stack, local, len(token), x.device)
+        ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
+        self._kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]))
+
+    def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
+        """See `ArmExtras.experts_of_plan`."""
+        if ctx.backend != "torch":
+            to = go.Scatter(plan.token, plan.slot, y.shape[1])
+            self._kernel_mlp(x, to, stack, plan.tiles(), ctx, y.view(-1, y.shape[-1]))
+            return
+        known = plan.known()
+        for groups in known.steps:
+            y[known.token, known.slot] = self._torch_mlp(x, known.token, stack, groups, ctx).to(y.dtype)
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
         groups = [Group(0, 0, len(x))]
-        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
         if ctx.backend == "torch":
-            return self._torch_mlp(x, rows.long(), stack, groups, ctx)
+            return self._torch_mlp(x, torch.arange(len(x), device=x.device), stack, groups, ctx)
         out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
-        self._kernel_mlp(x, go.Scatter(rows, torch.zeros_like(rows), 1), stack, groups, ctx, out)
+        work = shared_tiles(len(x), x.device)
+        ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
+        self._kernel_mlp(x, go.Scatter(numbers(len(x), x.device), zeros(len(x), x.device), 1), stack, work, ctx, out)
         return out
 
     def rows(self, x: Tensor, format: str) -> MmqRows:
@@ -75,23 +94,29 @@ class Mmq:
         return MmqRows(made.codes, made.scale, made.total, layout)
 
     def _kernel_mlp(
-        self, x: Tensor, to: go.Scatter, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext, out: Tensor
+        self, x: Tensor, to: go.Scatter, stack: ExpertStack, work: WorkList, ctx: ArmContext, out: Tensor
     ) -> None:
-        """Down rows through the kernels, written to out where `to` says."""
-        work = _work_list(stack, groups, len(to.row), x.device)
-        ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
+        """Down rows through the kernels, written to out where `to` says. Nothing is read back."""
         gate, up, down = (_weight(stack.part(name)) for name in ("gate", "up", "down"))
-        rows = self.rows(x, gate.format)
+        rows, scratch = self.rows(x, gate.format), self._scratch(work, (gate, up, down), ctx, x.device)
         if go.alike(gate, up) is None and (ctx.spec.limit is None or ctx.spec.limit_mode == "before"):
-            how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit}
+            how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "scratch": scratch}
             hidden = mmq.mmq_hidden(rows, to.row, gate, up, work, ctx.store_dtype, **how)
         else:
             shape = (len(to.row), gate.data.shape[1])
             g, u = (ctx.empty(name, shape, ctx.store_dtype, x.device) for name in ("gate", "up"))
-            mmq.mmq_product(rows, to.row, gate, work, g)
-            mmq.mmq_product(rows if up.format == gate.format else self.rows(x, up.format), to.row, up, work, u)
+            mmq.mmq_product(rows, to.row, gate, work, g, scratch=scratch)
+            of_up = rows if up.format == gate.format else self.rows(x, up.format)
+            mmq.mmq_product(of_up, to.row, up, work, u, scratch=scratch)
             hidden = activate(g, u, ctx)
-        mmq.mmq_product(self.rows(hidden, down.format), None, down, work, out, to=to)
+        mmq.mmq_product(self.rows(hidden, down.format), None, down, work, out, to=to, scratch=scratch)
+
+    def _scratch(
+        self, work: WorkList, weights: Sequence[go.Weight], ctx: ArmContext, device: torch.device
+    ) -> Tensor | None:
+        """Room for opened weights, the same for the three products one after another; None where none opens any."""
+        most = max(mmq.scratch_for(work, self.layout(w.format) == "q8_k", w) for w in weights)
+        return ctx.empty("opened weights", (most,), torch.uint8, device) if most else None
 
     def _torch_mlp(
         self, x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext
@@ -132,14 +157,3 @@ class MmqFolded(Mmq):
 
 def _weight(q: QuantTensor) -> go.Weight:
     return go.Weight(q.data, q.format, q.shape[-1])
-
-
-def _work_list(stack: ExpertStack, groups: Sequence[Group], pairs: int, device: torch.device) -> gt.WorkList:
-    """Tiles of as many rows as an expert has on average."""
-    tokens = gt.tokens_for(pairs, len(groups))
-    entries = [
-        (stack.slot_of[g.expert], g.first + i, min(tokens, g.rows - i))
-        for g in groups
-        for i in range(0, g.rows, tokens)
-    ]
-    return gt.WorkList(torch.tensor(entries, dtype=torch.int32, device=device).view(-1, 3), tokens)

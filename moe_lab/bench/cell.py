@@ -34,7 +34,8 @@ class Settings:
 
     `budget_s`: nothing is started after so much time. `cell_ms`: clock time an arm gets in one state, between `least`
     and `most` repetitions. `states`: "cold", weights from memory, "warm", the same ones again. `tolerance`: the row of
-    the tolerance table that the check goes by. `shrink`: named shapes are divided by it (None: 8 on a CPU, 1 on a GPU).
+    the tolerance table that the check goes by (None: the arm's own, `layer_tolerance`). `shrink`: named shapes are
+    divided by it (None: 8 on a CPU, 1 on a GPU).
     """
 
     budget_s: float = 60.0
@@ -43,11 +44,12 @@ class Settings:
     most: int = 60
     states: tuple[State, ...] = STATES
     seed: int = 0
-    tolerance: str = "bench/layer"
+    tolerance: str | None = None
     shrink: int | None = None
 
     def __post_init__(self) -> None:
-        tol(self.tolerance)
+        if self.tolerance is not None:
+            tol(self.tolerance)
         if not self.states or set(self.states) - set(STATES):
             raise LabError(f"states are {self.states!r}; wanted some of {', '.join(STATES)}.")
         if not 1 <= self.least <= self.most or not self.budget_s > 0 or not self.cell_ms > 0:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_lab.arms import ARMS, Arm, get_arm
+from moe_lab.arms import ARMS, Arm, get_arm, layer_tolerance
 from moe_lab.arms.guard import check_arm
 from moe_lab.bench.cell import Cell, Settings
 from moe_lab.bench.check import MEASURE, Judge, Verdict
@@ -50,7 +50,8 @@ def measure_arm(cell: Cell, wanted: str | Arm, settings: Settings, top: Roof) ->
         return [Record(case=cell.case, status=Status.UNSUPPORTED, reason=" ".join(str(e).split()), **head)]
     if name == AUTO:
         head["arm"] = f"{AUTO} ({arm.name})"
-    judge = Judge(cell.layer, arm, cell.x[0], cell.routings[0], cell.options, settings.tolerance, settings.seed + 7)
+    tolerance = settings.tolerance or layer_tolerance(arm, cell.layer.experts.formats)
+    judge = Judge(cell.layer, arm, cell.x[0], cell.routings[0], cell.options, tolerance, settings.seed + 7)
     try:
         verdict = judge.check()
     except Exception as e:

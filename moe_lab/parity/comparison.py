@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_lab._types import Float, Tensor
-from moe_lab.arms import ARMS, Arm
+from moe_lab.arms import ARMS, Arm, layer_tolerance
 from moe_lab.arms.guard import is_own
 from moe_lab.distance import bits, nmse, ulp_distance
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
@@ -63,7 +63,8 @@ def compare(
     pairs = list(combinations(outputs, 2))
     flipped = None if after is None else {p: after.flips(outputs[p[0]], outputs[p[1]]) for p in pairs}
     table = pd.DataFrame([_pair(p, outputs, reference, flipped) for p in pairs], columns=list(COLUMNS))
-    checks = pd.DataFrame([row or _check(name, *ran[name], reference) for name, row in ended.items()])
+    formats = layer.experts.formats
+    checks = pd.DataFrame([row or _check(name, *ran[name], reference, formats) for name, row in ended.items()])
     flips = _stacked(flipped) if flipped else None
     backend = next(reversed(ran.values()))[0].timing.backend
     return ParityReport(table, outputs, reference, _first_of(pairs, outputs, given), backend, checks, given, flips)
@@ -116,12 +117,14 @@ def _run(layer: MoELayer, x: Tensor, arm: str | Arm, routing: Routing, options: 
     return y, list(dict.fromkeys(watched.problems))
 
 
-def _check(name: str, y: MoEOutput, problems: list[str], reference: Tensor) -> dict[str, object]:
+def _check(
+    name: str, y: MoEOutput, problems: list[str], reference: Tensor, formats: Sequence[str]
+) -> dict[str, object]:
     """A row of `checks`. Rows in which the reference itself is not finite are not judged."""
     from moe_lab.bench.check import too_far
 
     finite = reference.isfinite().all(-1)
-    error, wrong = too_far(y.out[finite], reference[finite], "bench/layer")
+    error, wrong = too_far(y.out[finite], reference[finite], layer_tolerance(name, formats))
     reasons = problems or ([wrong] if wrong else [])
     status = Status.INCORRECT if reasons else Status.PASSED
     about = {"arm": name, "status": status.value, "nmse": error, "reason": "; ".join(reasons)}

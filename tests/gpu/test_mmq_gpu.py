@@ -9,13 +9,16 @@ from moe_lab.emulation import arithmetic_of, emulate
 from moe_lab.formats import quantize, quantize_activations
 from moe_lab.matmul import matmul
 from moe_lab.tolerances import tol
+from moe_lab_kernels.backend import count_launches
 from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq.opened import FORMS, opened_bytes
 from moe_lab_kernels.mmq.operands import MmqRows, sides, sides_ref
+from moe_lab_kernels.mmq.wide import TILES
 from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.arithmetic import Arithmetic
-from tests.support.kernel_cases import nmse, same_bits
+from tests.support.kernel_cases import Guarded, nmse, same_bits
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -38,6 +41,35 @@ def check(case: MmqCase, **how) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_the_references_in_every_tile(kind: str, tokens: int) -> None:
     check(mmq_case(kind, 200, 1024, [2, 0, 150], tokens=tokens, device="cuda"))
+
+
+@pytest.mark.parametrize("weights", [1, 9], ids="{}-open".format)
+@pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("nvfp4")])
+def test_bits_are_the_references_with_opened_weights(kind: str, weights: int) -> None:
+    """In the tile that ships, one weight at a time or all of them; many rows go that way by themselves."""
+    case = mmq_case(kind, 200, 1024, [2, 0, 150, 300, 129], tokens=128, device="cuda")
+    folded = kind.endswith("q8_k")
+    tile = TILES[FORMS[case.gate.format, folded].step]
+    room = torch.full((weights * opened_bytes(case.gate, folded),), 0x7B, dtype=torch.uint8, device="cuda")
+
+    def op(*args, **given):
+        mmq.mmq_product(*args, **given, scratch=room)
+
+    check_like(replace(case, tile=tile).product(op), case)  # type: ignore[arg-type]
+
+
+def check_like(got: Guarded, case: MmqCase) -> None:
+    assert got.intact()
+    assert same_bits(got.view, case.product(mmq.mmq_product_ref).view)
+
+
+@pytest.mark.parametrize("kind", ["q2_k-d2s6", "q8_0-d4"])
+def test_many_rows_an_expert_open_their_weights(kind: str) -> None:
+    case = mmq_case(kind, 200, 512, [600, 0, 500], tokens=128, device="cuda")
+    with count_launches() as count:
+        got = case.product()
+    assert count.by_kernel["_wide"] == 1
+    check_like(got, case)
 
 
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "compile_mmq_for_sm90.py"
-# the launch that lays scales and sums out; the product itself fuses where its code asks for it: `primitives.fma`
-SIDES = "sides-"
+# the launches that lay scales and sums out, or take weights apart; the products themselves fuse where their code asks
+# for it: `primitives.fma`
+BEFORE = ("sides-", "open-")
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +26,30 @@ def compiled() -> dict[str, dict]:
 
 
 def test_every_kind_is_machine_code(compiled: dict[str, dict]) -> None:
-    assert len(compiled) == 2 * 8
+    assert len(compiled) == 2 * (8 + 4)
     assert {v["target"] for v in compiled.values()} <= {"sm_90", "sm_90a"}
 
 
 def test_the_tensor_cores_multiply(compiled: dict[str, dict]) -> None:
-    assert {tuple(v["mma"]) for name, v in compiled.items() if not name.startswith(SIDES)} == {("wgmma",)}
+    """Exact forms by the instruction of a warp, whose sums start from a constant; folded ones by that of four."""
+    for name, facts in compiled.items():
+        if not name.startswith(BEFORE):
+            assert facts["mma"] == (["wgmma"] if "q8_k" in name else ["mma.sync"]), name
 
 
-def test_nothing_is_spilled(compiled: dict[str, dict]) -> None:
-    assert {name: v["stack"] for name, v in compiled.items() if v["stack"]} == {}
+def test_little_is_spilled(compiled: dict[str, dict]) -> None:
+    """A few registers by tiles that were measured quicker than those that spill none (docs/kernels.md)."""
+    spilled = {name: v["stack"] for name, v in compiled.items() if v["stack"]}
+    assert set(spilled) <= {"q2_k-d2s6-64", "wide-q2_k-d2s6", "wide-q6_k-d4"}
+    assert max(spilled.values(), default=0) <= 256
 
 
 def test_arithmetic_is_what_the_reference_does(compiled: dict[str, dict]) -> None:
     for name, facts in compiled.items():
         assert not facts["flushes"], f"{name}: subnormals are flushed"
         assert not facts["rough_division"], f"{name}: a division is not correctly rounded"
-        assert facts["fused"] == 0 or not name.startswith(SIDES), f"{name}: products are fused into additions"
+        assert facts["fused"] == 0 or not name.startswith(BEFORE), f"{name}: products are fused into additions"
 
 
 def test_rows_leave_16_bytes_at_a_time(compiled: dict[str, dict]) -> None:
-    assert {tuple(v["stores"]) for name, v in compiled.items() if not name.startswith(SIDES)} == {("v4.b32",)}
+    assert {tuple(v["stores"]) for name, v in compiled.items() if not name.startswith(BEFORE)} == {("v4.b32",)}

@@ -9,7 +9,8 @@ from triton.runtime import driver
 from moe_lab_kernels import backend
 from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.tiles import WorkList
-from moe_lab_kernels.mmq import mmq
+from moe_lab_kernels.mmq import mmq, wide
+from moe_lab_kernels.mmq.opened import FORMS
 from moe_lab_kernels.mmq.operands import MmqRows
 from moe_lab_kernels.rows import arithmetic
 from moe_lab_kernels.storage import blocks
@@ -17,14 +18,17 @@ from tests.support.compile_for_sm90 import Hopper, facts
 
 
 def variants():
-    """(name, kind, gated, rows a tile): each way of taking codes apart, once."""
+    """(name, kind, gated, rows a tile, a wide tile or None): each way of taking codes apart, once."""
     for kind, tokens in (("q2_k-d2s6", 64), ("q3_k-d4", 16), ("q5_k-ds4", 16), ("q6_k-d4", 16), ("q4_0-ds4", 16),
                          ("nvfp4-d4", 16), ("q3_k-q8_k", 64)):  # fmt: skip
-        yield f"{kind}-{tokens}", kind, False, tokens
-    yield "q2_k-q8_k-gated-16", "q2_k-q8_k", True, 16
+        yield f"{kind}-{tokens}", kind, False, tokens, None
+    yield "q2_k-q8_k-gated-16", "q2_k-q8_k", True, 16, None
+    for kind in ("q2_k-d2s6", "q4_k-ds4", "q6_k-d4", "q4_k-q8_k"):
+        format, layout = kind.split("-")
+        yield f"wide-{kind}", kind, False, 128, wide.TILES[FORMS[format, layout == "q8_k"].step]
 
 
-def call(kind: str, gated: bool, tokens: int) -> None:
+def call(kind: str, gated: bool, tokens: int, tile: wide.WideTile | None = None) -> None:
     """64 pairs times weights [2, 256, 2048]."""
     format, name = kind.split("-")
     layout, block, kd = arithmetic.LAYOUTS[name], blocks.BLOCKS[format], 2048
@@ -40,11 +44,11 @@ def call(kind: str, gated: bool, tokens: int) -> None:
     if gated:
         mmq.mmq_gate_up(rows, row, w, w._replace(data=w.data.clone()), work, out, limit=7.0)
     else:
-        mmq.mmq_product(rows, row, w, work, out, to=Scatter(row, row, 1))
+        mmq.mmq_product(rows, row, w, work, out, to=Scatter(row, row, 1), tile=tile)
 
 
 def main() -> None:
-    """Prints variant -> facts of the product, and under `sides` those of the launch before it."""
+    """Prints variant -> facts of the product, and under `sides` or `open` those of the launch before it."""
     driver.set_active(Hopper())
     compiled = []
 
@@ -53,11 +57,11 @@ def main() -> None:
 
     backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
     out = {}
-    for name, kind, gated, tokens in variants():
+    for name, kind, gated, tokens, tile in variants():
         if not sys.argv[1:] or name in sys.argv[1:]:
-            call(kind, gated, tokens)
+            call(kind, gated, tokens, tile)
             out[name] = facts(compiled[-1])
-            out[f"sides-{name}"] = facts(compiled[-2])
+            out[f"{'sides' if tile is None else 'open'}-{name}"] = facts(compiled[-2])
     print(json.dumps(out))
 
 

@@ -5,10 +5,14 @@ import functools
 import pytest
 import torch
 
+from moe_lab.arms import layer_tolerance
+from moe_lab.bench.cell import Settings
+from moe_lab.bench.check import too_far
+from moe_lab.bench.harness import bench
 from moe_lab.errors import LabError
 from moe_lab.formats import quantize
 from moe_lab.layer import MoELayer, Options, SharedWeights
-from moe_lab.parity import nmse
+from moe_lab.parity import compare, nmse
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 from moe_lab.tolerances import tol
@@ -84,3 +88,27 @@ def test_arms_are_different_arithmetic() -> None:
 def test_formats_without_integers_are_refused_by_name() -> None:
     with pytest.raises(LabError, match=r"'mmq' cannot run.*q2_k.*not bf16"):
         make_layer(("bf16",) * 3)(rows(2), "mmq")
+
+
+@pytest.mark.parametrize(("arm", "formats", "row"), [
+    ("mmq", ["q4_k", "q6_k"], "mmq/layer"), ("mmq", ["q3_k", "q8_0"], "bench/layer"),
+    ("mmq_folded", ["q4_k"], "bench/layer"), ("mmq_folded", ["q4_k", "q4_0"], "bench/layer"),
+    ("gemv_mmq", ["q2_k"], "mmq/layer"), ("gemv_mmq", ["mxfp4"], "bench/layer"),
+    ("gemv", ["q2_k"], "bench/layer"), ("reference", ["q2_k"], "bench/layer"),
+])  # fmt: skip
+def test_an_arm_is_judged_by_its_own_arithmetic(arm: str, formats: list[str], row: str) -> None:
+    """Sums of unquantised values against minima: 1e-3 of a layer instead of 1.5e-4."""
+    assert layer_tolerance(arm, formats) == row
+
+
+def test_raw_sums_are_right_and_a_row_without_an_expert_is_not() -> None:
+    layer, x = make_layer(MIXES["q4_k+q6_k"]), rows(37, torch.float32)
+    found = bench(layer, x, ["mmq"], settings=Settings(cell_ms=1.0, least=1, most=1, states=("warm",)))
+    assert list(found.status) == ["PASSED"]
+    assert tol("bench/layer") < found.error.max() <= tol("mmq/layer")
+    assert list(compare(layer, x, arms=["mmq", "reference"]).checks.status) == ["PASSED", "PASSED"]
+    y, want = layer(x, "mmq"), layer(x, "reference").out
+    assert too_far(y.out, want, "mmq/layer")[1] is None
+    broken = y.out.clone()
+    broken[3] -= 0.2 * want[3]  # of one row a fifth
+    assert "row" in (too_far(broken, want, "mmq/layer")[1] or "")

@@ -23,12 +23,20 @@ _E2M1 = tl.constexpr(
 
 @jit
 def codes_of(words):
-    """int8 [R, 4 W] of int32 [R, W], lowest byte first."""
-    R: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
+    """int8 [.., 4 W] of int32 [.., W], two or three axes, lowest byte first."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-    return tl.reshape(tl.join(even, odd), [R, 4 * W])
+    if len(words.shape) == 3:
+        out = tl.reshape(tl.join(even, odd), [words.shape[0], words.shape[1], 4 * words.shape[2]])
+    else:
+        out = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]])
+    return out
+
+
+@jit
+def _near(at, N: tl.constexpr):
+    """Pointers, N neighbours of which lie together along the last axis."""
+    return tl.max_contiguous(at, [1, 1, N]) if len(at.shape) == 3 else tl.max_contiguous(at, [1, N])
 
 
 @jit
@@ -38,11 +46,11 @@ def words_at(at, i, ALIGNED: tl.constexpr, NATIVE: tl.constexpr):
     end their block use `last_words_at`."""
     if ALIGNED == 4:
         words = at.to(tl.pointer_type(tl.int32), bitcast=True)
-        out = tl.load(tl.max_contiguous(words + i, [1, 2]))
+        out = tl.load(_near(words + i, 2))
     else:
         skew = at.to(tl.int64).to(tl.int32) & 2
         words = (at - skew).to(tl.pointer_type(tl.int32), bitcast=True)
-        low, high = tl.load(tl.max_contiguous(words + i, [1, 2])), tl.load(tl.max_contiguous(words + 1 + i, [1, 2]))
+        low, high = tl.load(_near(words + i, 2)), tl.load(_near(words + 1 + i, 2))
         out = funnel(low, high, tl.broadcast_to(8 * skew, low.shape), NATIVE)
     return out
 
@@ -51,10 +59,10 @@ def words_at(at, i, ALIGNED: tl.constexpr, NATIVE: tl.constexpr):
 def last_words_at(at, i, ALIGNED: tl.constexpr):
     """The same for multiples of ALIGNED = 2 or 1; nothing behind the words is read."""
     if ALIGNED == 2:
-        halves = tl.max_contiguous(at.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * i, [1, 4])
+        halves = _near(at.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * i, 4)
         out = tl.load(halves).to(tl.int32) | tl.load(halves + 1).to(tl.int32) << 16
     else:
-        at = tl.max_contiguous(at + 4 * i, [1, 4])
+        at = _near(at + 4 * i, 4)
         low = tl.load(at).to(tl.int32) | tl.load(at + 1).to(tl.int32) << 8
         out = low | tl.load(at + 2).to(tl.int32) << 16 | tl.load(at + 3).to(tl.int32) << 24
     return out

@@ -24,25 +24,38 @@ from moe_lab._types import Int32, Tensor
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.grouped.operands import Scatter, Weight, alike, check_gated
-from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.grouped.tiles import TOKENS, Tile, WorkList
+from moe_lab_kernels.mmq.fold import fold_step
 from moe_lab_kernels.mmq.operands import MmqRows, check_product, sides
 from moe_lab_kernels.mmq.ref import product_ref
-from moe_lab_kernels.mmq.steps import STEPS, exact_step, fold_step
+from moe_lab_kernels.mmq.steps import STEPS, exact_step
+from moe_lab_kernels.mmq.wide import WideTile, scratch_bytes, serves, wide_product
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, geglu, geglu_ref, swiglu, swiglu_ref
 
-# Measured on an H200 (triton 3.6), TOP/s of [2048, 7168] weights, (rows, warps, stages), q2_k and q3_k in ggml's form:
-#   128 rows an expert, tiles of 64: (64, 4, 2) 81 and 83, (64, 4, 3) 80 and 77, (128, 8, 2) 71 and 71
-#   256 rows an expert, tiles of 128: (64, 4, 2) 117 and 120, (128, 8, 2) 86 and 110, (128, 8, 3) 87 and 109
-# The folded form of 128 columns takes eight warps, so that each thread has half the sums: chosen by counted registers.
-TILES = {16: Tile(64, 4, 2, 1), 32: Tile(64, 4, 2, 1), 64: Tile(64, 4, 2), 128: Tile(64, 4, 2)}
-FOLDED_TILES = {**TILES, 128: Tile(64, 8, 2)}
+# Measured on an H200 (triton 3.6), TOP/s of [2048, 7168] weights by four warps of 64 rows: q2_k and q3_k, 128 rows an
+# expert in tiles of 64, 81 and 83. Two warps, 128 rows, three stages and caps on registers lost: docs/kernels.md.
+TILES = {16: Tile(64, 4, 2, 1), 32: Tile(64, 4, 2, 1), 64: Tile(64, 4, 2)}
 TILE_INTERPRETER = Tile(256, 4, 1)
+MOST_TOKENS = 64  # of a tile's rows in a program
+WIDE_TILES = 1.75  # tiles a weight from which weights are opened first
 
 
-def mmq_tile(tokens: int, folded: bool, on: str) -> Tile:
+def mmq_tile(tokens: int, on: str) -> Tile:
     """How a program is cut; the interpreter pays for programs, so it takes tall ones."""
-    return TILE_INTERPRETER if on == "interpreter" else (FOLDED_TILES if folded else TILES)[tokens]
+    return TILE_INTERPRETER if on == "interpreter" else TILES[min(tokens, MOST_TOKENS)]
+
+
+def goes_wide(w: Weight, work: WorkList, folded: bool) -> bool:
+    """Whether a product opens its weights first: where each meets `WIDE_TILES` full tiles or so, as far as the host
+    knows."""
+    many = len(work.tiles) >= WIDE_TILES * len(w.data)
+    return many and work.tokens == TOKENS[-1] and serves(w, folded)
+
+
+def scratch_for(work: WorkList, folded: bool, w: Weight) -> int:
+    """Bytes of scratch that a product wants; 0 where it opens nothing."""
+    return scratch_bytes(w, work, folded) if goes_wide(w, work, folded) else 0
 
 
 # N and the strides of rows and slots decide how wide loads and stores are; nothing else is worth a compilation.
@@ -51,15 +64,18 @@ def _mmq(x, scale, low, row_of, out, out_row, out_slot, tiles, w, v, N, steps, s
          n_pairs, limit, x_row, out_stride, w_slot, w_row, FORMAT: tl.constexpr, FOLD: tl.constexpr,
          TAIL: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, GATHER: tl.constexpr,
          SLOTS: tl.constexpr, INNER: tl.constexpr, CUBE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-         TOGETHER: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (tile of pairs, block of weight rows); TOGETHER tiles walk the blocks side by side."""
-    blocks = tl.cdiv(N, ROWS)
+         LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, TURNS: tl.constexpr,
+         NATIVE: tl.constexpr):  # fmt: skip
+    """Program = (piece of a tile of pairs, block of weight rows); TOGETHER pieces walk the blocks side by side."""
+    blocks, pieces = tl.cdiv(N, ROWS), LIST // TOKENS
     pid = tl.program_id(0)
     walk = pid // (TOGETHER * blocks)
-    beside = tl.minimum(n_tiles - walk * TOGETHER, TOGETHER)
+    beside = tl.minimum(n_tiles * pieces - walk * TOGETHER, TOGETHER)
     at = pid % (TOGETHER * blocks)
-    tile = walk * TOGETHER + at % beside
+    piece = walk * TOGETHER + at % beside
+    tile, past = piece // pieces, piece % pieces * TOKENS  # rows of the list's tile before the program's
     slot, first, n = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    first, n = first + past, n - past
     if (slot < 0) | (slot >= n_slots) | (n <= 0):
         return
     n_row = at // beside * ROWS + tl.arange(0, ROWS)
@@ -71,27 +87,30 @@ def _mmq(x, scale, low, row_of, out, out_row, out_slot, tiles, w, v, N, steps, s
         row = tl.load(row_of + p, mask=mine, other=-1)
     known = (mine & (row >= 0) & (row < n_x))[:, None]
     of_x = x + offset64(tl.where(known, row[:, None], 0), x_row)
-    held = tl.minimum(n_row, N - 1)[:, None]  # rows past N are read again and not stored
+    held = tl.minimum(n_row, N - 1)  # rows past N are read again and not stored
+    if FOLD:
+        held, acc, column = held[:, None], tl.zeros((ROWS, TOKENS), tl.float32), i[None, :]
+    else:  # a batch of V warps: see `mmq.wide`
+        held, acc = tl.reshape(held, [V, ROWS // V, 1]), tl.zeros((V, ROWS // V, TOKENS), tl.float32)
+        column = i[None, None, :]
     of_w = w + offset64(slot, w_slot) + offset64(held, w_row)
     of_v = v + offset64(slot, w_slot) + offset64(held, w_row)
-    of_scale = scale + offset64(tile, scales * TOKENS) + i[None, :]
-    of_low = low + offset64(tile, lows * TOKENS)
-    of_low = of_low + (i[:, None] * 16 if FOLD else i[None, :])
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    of_scale = scale + offset64(tile, scales * LIST) + (past + column) * TURNS
+    of_low = low + offset64(tile, lows * LIST) + (past * 16 + i[:, None] * 16 if FOLD else (past + column) * 4)
     acc2 = acc
     for step in range(0, steps):
         if FOLD:
-            acc = fold_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, TOKENS, NATIVE)
+            acc = fold_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, LIST, NATIVE)
             if GATED:
-                acc2 = fold_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, TOKENS, NATIVE)
+                acc2 = fold_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, LIST, NATIVE)
         else:
-            acc = exact_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, TOKENS, TAIL, NATIVE)
+            acc = exact_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, NATIVE)
             if GATED:
-                acc2 = exact_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, TOKENS, TAIL, NATIVE)
+                acc2 = exact_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, NATIVE)
     stored: tl.constexpr = out.dtype.element_ty
-    result = round_to(acc, stored)
+    result = round_to(tl.reshape(acc, [ROWS, TOKENS]), stored)
     if GATED:
-        g, u = to_f32(result), to_f32(round_to(acc2, stored))
+        g, u = to_f32(result), to_f32(round_to(tl.reshape(acc2, [ROWS, TOKENS]), stored))
         if LIMIT:
             # written with comparisons so that a NaN passes through
             g = tl.where(g > limit, limit, g)
@@ -138,15 +157,20 @@ def mmq_product(
     out: Tensor,
     *,
     to: Scatter | None = None,
-    tile: Tile | None = None,
+    tile: Tile | WideTile | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Write W @ x[row_of[p]] for every pair p of the work list (Triton), rounded once to out's dtype.
 
     As `mmq_gate_up`. It goes to row p of out [P, N], or where `to` says: then out may have any number of rows, and the
-    places are not checked.
+    places are not checked. In wide tiles (`mmq.wide`; `goes_wide` by default) weights are opened first, in `scratch`:
+    uint8, flat, `scratch_for` bytes or fewer, at least one opened weight (fresh memory by default).
     """
     check_product("mmq_product", rows, row_of, w, work, out, to)
-    _launch("mmq_product", rows, row_of, w, work, out, to, tile)
+    if isinstance(tile, WideTile) or (tile is None and goes_wide(w, work, rows.layout == "q8_k")):
+        wide_product(rows, row_of, w, work, out, to, tile, scratch)
+    else:
+        _launch("mmq_product", rows, row_of, w, work, out, to, tile)
     return out
 
 
@@ -160,13 +184,15 @@ def mmq_hidden(
     *,
     gelu: bool = False,
     limit: float | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """h [P, N] in `dtype`, in the quicker of two ways: `mmq_gate_up`, or two products and an activation (Triton). The
-    same bits either way. Rows of pairs in no tile are undefined."""
+    same bits either way. Rows of pairs in no tile are undefined. `scratch`: as `mmq_product`."""
     room = torch.empty(len(row_of), gate.data.shape[1], dtype=dtype, device=row_of.device)
-    if work.tokens <= (64 if rows.layout == "q8_k" else 32) and alike(gate, up) is None:
+    if work.tokens <= (64 if rows.layout == "q8_k" else 16) and alike(gate, up) is None:
         return mmq_gate_up(rows, row_of, gate, up, work, room, gelu=gelu, limit=limit)
-    g, u = mmq_product(rows, row_of, gate, work, room), mmq_product(rows, row_of, up, work, torch.empty_like(room))
+    g = mmq_product(rows, row_of, gate, work, room, scratch=scratch)
+    u = mmq_product(rows, row_of, up, work, torch.empty_like(room), scratch=scratch)
     return (geglu if gelu else swiglu)(g, u, limit=limit)
 
 
@@ -199,7 +225,8 @@ def mmq_product_ref(
     out: Tensor,
     *,
     to: Scatter | None = None,
-    tile: Tile | None = None,
+    tile: Tile | WideTile | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """The same in torch, bit for bit."""
     check_product("mmq_product", rows, row_of, w, work, out, to)
@@ -232,20 +259,21 @@ def _launch(op: str, rows: MmqRows, row_of: Tensor | None, w: Weight, work: Work
     if not len(work.tiles) or not n:
         return
     fold = rows.layout == "q8_k"
-    tile = tile or mmq_tile(work.tokens, fold, on)
-    made = sides(rows, row_of, w, work, pairs)
-    low = made.scale if made.low is None else made.low
+    tile = tile or mmq_tile(work.tokens, on)
+    made, tokens = sides(rows, row_of, w, work, pairs), min(work.tokens, MOST_TOKENS)
+    low, turns = made.scale if made.low is None else made.low, made.scale.stride(-1)
     backend.launch(
         _mmq,
-        (len(work.tiles) * -(-n // tile.rows),),
+        (len(work.tiles) * (work.tokens // tokens) * -(-n // tile.rows),),
         *(rows.codes, made.scale, low),
         *(work.tiles if row_of is None else row_of, out),
         *(*(work.tiles if i is None else i for i in (row, slot)), work.tiles, w.data, (up or w).data),
-        *(n, w.kd // (256 if fold else STEPS[w.format]), made.scale.shape[1], low.shape[1] * (16 if fold else 1)),
+        *(n, w.kd // (256 if fold else STEPS[w.format]), made.scale.shape[1] * turns, low[0, :, 0].numel()),
         *(len(work.tiles), len(w.data), len(rows.codes), pairs, 0.0 if limit is None else limit),
         *(rows.codes.stride(0), out.stride(0), *w.data.stride()[:2]),
         *(w.format, fold, made.tail, up is not None, gelu, limit is not None, row_of is not None, slots),
-        *(GELU_INNER, GELU_CUBE, tile.rows, work.tokens, tile.group, backend.has_dp4a(on)),
+        *(GELU_INNER, GELU_CUBE, tile.rows, tokens, work.tokens, tile.group, tile.warps, turns),
+        backend.has_dp4a(on),
         device=out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -3,7 +3,9 @@
 R quantised rows are read through `row_of` as they lie; what belongs to a row and a group of values is not: a thread of
 the tensor cores' layout holds columns of many rows, and one scale each would be as many loads in as many lines. So
 `sides` puts the scales, and the sums that weights' minima meet, of a tile's TOKENS rows side by side: fp32
-[tiles, groups, TOKENS]. Reads and writes about 4 * Kd / 16 bytes a pair for q2_k, an eighth of that without sums.
+[tiles, groups, TOKENS], or [tiles, groups, TOKENS, 2] where a scale and a sum go together, and four sums of sixteen
+values as [tiles, groups, TOKENS, 4]. Reads and writes about 4 * Kd / 16 bytes a pair for q2_k, an eighth of that
+without sums.
 
 Sums are kept as they multiply a weight's minimum (kquants 2.4): raw sums as they are; of d2s6, whose last two of eight
 groups keep none, those groups' sums of codes, to be scaled with the dot of their 64 values; sums of codes (safe sums)
@@ -20,9 +22,9 @@ from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
-from moe_lab_kernels.grouped.operands import Scatter, Weight
-from moe_lab_kernels.grouped.tiles import TOKENS, WorkList
+from moe_lab_kernels.checks import FLOATS, expect, expect_rows
+from moe_lab_kernels.grouped.operands import Scatter, Weight, check_list
+from moe_lab_kernels.grouped.tiles import WorkList
 from moe_lab_kernels.primitives import offset64, to_f32
 from moe_lab_kernels.rows.arithmetic import LAYOUTS
 from moe_lab_kernels.storage.blocks import BLOCKS
@@ -54,8 +56,8 @@ class MmqRows(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """scale fp32 [tiles, groups, TOKENS]; low: see above, or None; `tail`: whether low holds sums of codes in d2s6's
-    last two groups of eight."""
+    """scale fp32 [tiles, groups, TOKENS]; low: see above, or None, of the same memory as scale where the two alternate;
+    `tail`: whether low holds sums of codes in d2s6's last two groups of eight."""
 
     scale: Tensor
     low: Tensor | None
@@ -116,29 +118,15 @@ def check_product(op: str, rows: MmqRows, row_of: Tensor | None, w: Weight, work
     expect(op, "w", w.data, [torch.uint8], ["S", "N", w.kd // block.values * block.bytes])
     expect_rows(op, "w", w.data, block.alignment)
     check_rows(op, rows, w)
-    pairs = len(out) if to is None else len(to.row)
-    for name, t, shape in (
-        ("row_of", row_of, [pairs]),
-        ("row", to and to.row, [pairs]),
-        ("slot", to and to.slot, [pairs]),
-        ("tiles", work.tiles, ["tiles", 3]),
-    ):
-        if t is not None:
-            expect(op, name, t, [torch.int32], shape)
-            expect_contiguous(op, name, t)
-    if work.tokens not in TOKENS or (to is not None and to.slots < 1):
-        raise LabError(
-            f"{op}: tiles of {work.tokens} rows and {to and to.slots} slots; wanted {TOKENS} and at least 1."
-        )
-    expect(op, "out", out, FLOATS, ["P", w.data.shape[1]])
-    expect_rows(op, "out", out)
+    check_list(op, row_of, work, w.data.shape[1], out, to)
 
 
 @jit
 def _sides(codes, scale, total, row_of, tiles, out, low, groups, lows, n_x, n_pairs, codes_row, scale_row, total_row,
-           GATHER: tl.constexpr, KIND: tl.constexpr, PER_SCALE: tl.constexpr, LOWS: tl.constexpr, AT_ONCE: tl.constexpr,
-           TOKENS: tl.constexpr):  # fmt: skip
-    """Program = (tile, AT_ONCE scales and the LOWS sums that belong to them)."""
+           GATHER: tl.constexpr, KIND: tl.constexpr, PER_SCALE: tl.constexpr, LOWS: tl.constexpr, FOUR: tl.constexpr,
+           TURNS: tl.constexpr, AT_ONCE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Program = (tile, AT_ONCE scales and the LOWS sums that belong to them). FOUR sums of a row lie together; scales
+    and sums come by TURNS, 2, or not, 1."""
     tile, part = tl.program_id(0), tl.program_id(1)
     first, n = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     p = tl.arange(0, TOKENS)
@@ -150,8 +138,8 @@ def _sides(codes, scale, total, row_of, tiles, out, low, groups, lows, n_x, n_pa
     row = tl.where(known, row[:, None], 0)
     g = part * AT_ONCE + tl.arange(0, AT_ONCE)[None, :]
     value = to_f32(tl.load(scale + offset64(row, scale_row) + g, mask=known & (g < groups), other=0))
-    here = tl.trans(g) * TOKENS + p[None, :]
-    tl.store(out + offset64(tile, groups * TOKENS) + here, tl.trans(value), mask=tl.trans(g) < groups)
+    here = (tl.trans(g) * TOKENS + p[None, :]) * TURNS
+    tl.store(out + offset64(tile, groups * TOKENS * TURNS) + here, tl.trans(value), mask=tl.trans(g) < groups)
     if KIND != "none":
         m = part * LOWS + tl.arange(0, LOWS)[None, :]
         there = known & (m < lows)
@@ -174,8 +162,10 @@ def _sides(codes, scale, total, row_of, tiles, out, low, groups, lows, n_x, n_pa
                 last = known & (m < lows) & (m % 8 >= 6)
                 c = tl.load(of, mask=tl.broadcast_to(last[:, :, None], of.shape), other=0).to(tl.int32)
                 s += tl.sum(c, 2).to(tl.float32)
-            to = low + offset64(tile, lows * TOKENS) + tl.trans(m) * TOKENS + p[None, :]
-            tl.store(to, tl.trans(s), mask=tl.trans(m) < lows)
+            m = tl.trans(m)
+            at = ((m // FOUR * TOKENS + p[None, :]) * FOUR + m % FOUR) * TURNS
+            to = low + offset64(tile, lows * TOKENS * TURNS) + at
+            tl.store(to, tl.trans(s), mask=m < lows)
 
 
 def sides(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, pairs: int) -> Sides:
@@ -184,7 +174,7 @@ def sides(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, pairs
     if not len(work.tiles):
         return made
     total, low = (rows.scale if rows.total is None else rows.total), made.low
-    groups, lows = made.scale.shape[1], 0 if low is None else low.shape[1] * (16 if kind == "bsums" else 1)
+    groups, lows = made.scale.shape[1], 0 if low is None else low[0, :, 0].numel()
     at_once = {"q8_k": 2, "d2s6": 4}.get(rows.layout, 8)
     backend.launch(
         _sides,
@@ -192,7 +182,7 @@ def sides(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, pairs
         *(rows.codes, rows.scale, total, work.tiles if row_of is None else row_of, work.tiles, made.scale),
         *(made.scale if low is None else low, groups, lows, len(rows.codes), pairs),
         *(rows.codes.stride(0), rows.scale.stride(0), total.stride(0), row_of is not None, kind, per_scale),
-        *(max(1, at_once * per_scale), at_once, work.tokens),
+        *(max(1, at_once * per_scale), 4 if rows.layout == "d2s6" else 1, made.scale.stride(-1), at_once, work.tokens),
         device=rows.codes.device,
         num_warps=4,
     )
@@ -221,14 +211,17 @@ def sides_ref(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, p
         if kind == "bsums":
             made.low.copy_(s.unflatten(-1, (-1, 16)).transpose(1, 2)[:, : made.low.shape[1]])
         else:
-            made.low.copy_(s.mT[:, : made.low.shape[1]])
+            s = s.mT[:, : made.low[0, :, 0].numel()]
+            made.low.copy_(s.unflatten(1, (-1, 4)).mT if made.low.ndim == 4 else s)
     return made
 
 
 def _empty(rows: MmqRows, w: Weight, work: WorkList) -> tuple[Sides, str, int]:
     """Room for the sides, the kind of sums, and sums a scale."""
     layout, tiles, device = LAYOUTS[rows.layout], len(work.tiles), rows.codes.device
-    scale = torch.empty(tiles, -(-w.kd // layout.block), work.tokens, dtype=torch.float32, device=device)
+    turns = 2 if w.format in HAS_MINIMA and rows.layout == "ds4" else 1
+    both = torch.empty(tiles, -(-w.kd // layout.block), work.tokens, turns, dtype=torch.float32, device=device)
+    scale = both[..., 0]
     if w.format not in HAS_MINIMA:
         return Sides(scale, None, False), "none", 0
     assert rows.total is not None
@@ -236,7 +229,9 @@ def _empty(rows: MmqRows, w: Weight, work: WorkList) -> tuple[Sides, str, int]:
     if rows.layout == "q8_k":
         low = torch.empty(tiles, w.kd // 256, work.tokens, 16, dtype=torch.float16, device=device)
         return Sides(scale, low, False), "bsums", per_scale
-    low = torch.empty(tiles, w.kd // layout.sum_group, work.tokens, dtype=torch.float32, device=device)
+    low = both[..., -1]
+    if turns == 1:
+        low = torch.empty(tiles, w.kd // 64, work.tokens, 4, dtype=torch.float32, device=device)
     tail = sums_kept(rows) < 8
     kind = "tail" if tail else "codes" if rows.total.dtype == torch.int16 else "raw"
     return Sides(scale, low, tail), kind, per_scale

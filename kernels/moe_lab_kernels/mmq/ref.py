@@ -11,6 +11,7 @@ from moe_lab_kernels.mmq.operands import HAS_MINIMA, MmqRows
 from moe_lab_kernels.primitives import fma_ref
 from moe_lab_kernels.storage.unpack import Unpacked, unpack_ref
 
+LARGEST_SCALE = 2.0**104  # of those that are multiplied with a dot: see `mmq.steps`
 LARGEST_D = 4368.0  # of q2_k: from here on d times a scale of 15 may leave fp16
 
 
@@ -33,11 +34,11 @@ def product_ref(raw: UInt8[Tensor, "N row_bytes"], rows: MmqRows, format: str) -
     for g in range(kd // 32):
         at, dy = slice(32 * g, 32 * g + 32), scale[:, g, None]
         if format in ("q8_0", "q4_0", "mxfp4"):
-            t = _dots(x, w, at) * d[:, g]
+            t = _dots(x, w, at) * _usable(d[:, g])
         elif format == "q3_k":
-            t = _dots(x, w * sc.repeat_interleave(16, 1), at) * d[:, 2 * g]
+            t = _dots(x, w * sc.repeat_interleave(16, 1), at) * _usable(d[:, 2 * g])
         elif format in ("q4_k", "q5_k"):
-            t = _dots(x, w, at) * _half(d[:, g] * sc[:, g])
+            t = _dots(x, w, at) * _usable(_half(d[:, g] * sc[:, g]))
         else:  # sixteen values a scale: the first rounds nothing, nor does their sum
             step = d if format == "nvfp4" else sc
             first, second = (_dots(x, w, slice(16 * i, 16 * i + 16)) * step[:, i] for i in (2 * g, 2 * g + 1))
@@ -57,8 +58,8 @@ def _q2_k(u: Unpacked, x: Tensor, rows: MmqRows, acc: Tensor) -> Tensor:
     assert u.dmin is not None
     assert u.mins is not None
     d, sc = u.d.flatten(-2)[..., None], u.scales.float()
-    place = torch.where(d.abs() < LARGEST_D, _last_place(d), torch.nan)
-    m = torch.where(place.isnan(), 1024, (d / _last_place(d)).abs())
+    place = torch.where(d.abs() < LARGEST_D, last_place(d), torch.nan)
+    m = torch.where(place.isnan(), 1024, (d / last_place(d)).abs())
     whole = _half(m * sc)  # A in units of d's last place: the dot times it is V
     a = (u.codes.float().unflatten(-1, (16, 16)) * whole[..., None]).flatten(1).double()
     low, sums, tail = _half(u.dmin * u.mins.float()).flatten(-2), _sums(rows), _has_tail(rows)
@@ -99,11 +100,15 @@ def _dots(x: Tensor, w: Tensor, at: slice) -> Tensor:
     return x[:, at] @ w[:, at].T
 
 
+def _usable(v: Tensor) -> Tensor:
+    return torch.where(v.abs() < LARGEST_SCALE, v, torch.nan)
+
+
 def _half(v: Tensor) -> Tensor:
     return v.half().float()
 
 
-def _last_place(d: Tensor) -> Tensor:
+def last_place(d: Tensor) -> Tensor:
     """The value of an fp16's last bit with the number's sign, as fp32."""
     bits = d.half().view(torch.int16).int()
     exponent = (bits >> 10 & 31).clamp(min=1)

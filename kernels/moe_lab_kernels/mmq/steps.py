@@ -17,13 +17,9 @@ everything as ggml's prefill arm has it (kquants 2.4):
 q2_k has four A under one dy. With u the last place of d and m = |d| / u, A / u is the integer a = (m - 1) sc + e, where
 e = a - m sc + sc is between 0 and 2 sc. So V = (m - 1) * (dot of codes times sc) + (dot of codes times e) is the sum of
 A / u times its dots, exactly, in two products over 64 values instead of four over 16 masked ones. A block whose d is so
-large (4368) that A may leave fp16 gives NaN.
+large (4368) that A may leave fp16 gives NaN, as does a scale that is multiplied with I from 2^104 on.
 
-Against q8_k rows (`fold_step`, ggml's CPU arithmetic) sub-block scales stay in integers over a block of 256:
-
-    q2_k q3_k q4_k q5_k q6_k   acc = (I * d - L * dmin) * dy + acc
-
-I sums scale * dot, L minimum * sum of codes; both exact (L in fp16 products, below 2^24).
+Against q8_k rows: `mmq.fold`.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 
@@ -41,11 +37,18 @@ STEPS = {
 }
 
 
+# 1.5 * 2^23, whose bits plus an integer below 2^22 are the float M + I: see `mmq.wide`
+M = tl.constexpr(12582912.0)
+M_BITS = tl.constexpr(0x4B400000)
+
+
 @jit
-def _dot(words, b, c):
-    """c + codes @ b in int32, [R, W] words times [4 W, TOKENS]. The interpreter's float dot is exact below 2^24, and
-    quicker."""
+def product_of(words, b, c):
+    """c + codes @ b in int32, [.., R, W] words times [4 W, TOKENS]. The interpreter's float dot is exact below 2^24,
+    and quicker."""
     a = mc.codes_of(words)
+    if len(a.shape) == 3:
+        b = tl.broadcast_to(b[None], [a.shape[0], b.shape[0], b.shape[1]])
     if INTERPRET:
         out = c + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
     else:
@@ -54,88 +57,124 @@ def _dot(words, b, c):
 
 
 @jit
-def _rows(x, known, k, WIDTH: tl.constexpr = 32):
+def rows_at(x, known, k, WIDTH: tl.constexpr = 32):
     """Codes k .. k + WIDTH - 1 of the tile's rows, int8 [WIDTH, TOKENS]."""
     return tl.trans(tl.load(x + (k + tl.arange(0, WIDTH)[None, :]), mask=known, other=0))
 
 
 @jit
-def _word():
+def word():
     """Numbers of the words of 32 codes, [1, 8]."""
     return tl.arange(0, 8)[None, :]
 
 
 @jit
-def _pick(first, second):
+def pick(first, second):
     """[R, 8], one for each sixteen values."""
-    return tl.where(_word() < 4, first, second)
+    return tl.where(word() < 4, first, second)
 
 
 @jit
-def _of_word(bytes_, up: tl.constexpr):
+def of_word(bytes_, up: tl.constexpr):
     """Two neighbouring bytes from bit `up` on, int32 [R, 1], to [R, 8]: one for each sixteen values; what lies above
     the byte comes along."""
-    return bytes_ >> (up + _word() // 4 * 8)
+    return bytes_ >> (up + word() // 4 * 8)
 
 
 @jit
-def _rounded(v):
+def rounded(v):
     """Through fp16."""
     return v.to(tl.float16).to(tl.float32)
 
 
 @jit
+def two_of(at):
+    """Two neighbouring floats each of pointers [.., 1, n] or [.., n, 1]: two tensors of their shape."""
+    return tl.split(tl.load(tl.expand_dims(at, len(at.shape)) + tl.arange(0, 2)))
+
+
+@jit
+def four_of(at):
+    """Four neighbours each."""
+    i = tl.arange(0, 4)
+    v = tl.load(tl.expand_dims(at, len(at.shape)) + i)
+    even, odd = tl.split(tl.reshape(v, [at.shape[0], at.shape[1], at.shape[2], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@jit
+def _times(v, scale):
+    """I * scale, rounded once, of the bits of M + I."""
+    return fma(v.to(tl.float32, bitcast=True), scale, scale * -M)
+
+
+@jit
+def usable(v):
+    """NaN for scales from 2^104 on: `mmq.wide` adds and takes away 1.5 * 2^23 times the scale."""
+    return tl.where(tl.abs(v) < 2.028240960365167e31, v, float("nan"))
+
+
+@jit
 def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS: tl.constexpr, TAIL: tl.constexpr,
                NATIVE: tl.constexpr):  # fmt: skip
-    """w: uint8 pointers [R, 1] to rows; x: int8 pointers [TOKENS, 1]; known: their mask; scale, low: fp32 pointers
-    [1, TOKENS] to the tile's first group."""
+    """w: uint8 pointers [V, R, 1] to rows; x: int8 pointers [TOKENS, 1]; known: their mask; scale, low: fp32 pointers
+    [1, 1, TOKENS] to the tile's first group, as `sides` lays them out."""
+    zero = tl.full(acc.shape, M_BITS, tl.int32)
     if FORMAT == "q2_k":
-        acc = _q2_k(acc, w + step * 84, x, known, scale, low, step, TOKENS, TAIL, NATIVE)
+        acc = _q2_k(acc, zero, w + step * 84, x, known, scale, low, step, TOKENS, TAIL, NATIVE)
     elif FORMAT == "q3_k":
-        acc = _q3_k(acc, w + step * 110, x, known, scale, step, TOKENS, NATIVE)
+        acc = _q3_k(acc, zero, w + step * 110, x, known, scale, step, TOKENS, NATIVE)
     elif FORMAT == "q4_k":
-        acc = _q45_k(acc, w + step * 144, x, known, scale, low, step, False, TOKENS, NATIVE)
+        acc = _q45_k(acc, zero, w + step * 144, x, known, scale, step, False, TOKENS, NATIVE)
     elif FORMAT == "q5_k":
-        acc = _q45_k(acc, w + step * 176, x, known, scale, low, step, True, TOKENS, NATIVE)
+        acc = _q45_k(acc, zero, w + step * 176, x, known, scale, step, True, TOKENS, NATIVE)
     elif FORMAT == "q6_k":
-        acc = _q6_k(acc, w + step * 210, x, known, scale, step, TOKENS, NATIVE)
+        acc = _q6_k(acc, zero, w + step * 210, x, known, scale, step, TOKENS, NATIVE)
     elif FORMAT == "nvfp4":
-        acc = _nvfp4(acc, w + step * 36, x, known, scale, step, TOKENS, NATIVE)
+        acc = _nvfp4(acc, zero, w + step * 36, x, known, scale, step, TOKENS, NATIVE)
     else:
-        i, down = _word() % 4, 4 * (_word() // 4)  # nibbles: the first sixteen values are the low ones
-        if FORMAT == "q8_0":
-            b = w + step * 34
-            code, d = mc.last_words_at(b + 2, _word(), 2), half_at(b)
-        elif FORMAT == "q4_0":
-            b = w + step * 18
-            code, d = mc.nibbles_times_16(mc.last_words_at(b + 2, i, 2), down), half_at(b) * 0.0625
-        else:
-            tl.static_assert(FORMAT == "mxfp4")
-            b = w + step * 17
-            code = mc.doubled_e2m1(mc.last_words_at(b + 1, i, 1), down, NATIVE)
-            d = e8m0_halved(tl.load(b).to(tl.int32))
-        dot = _dot(code, _rows(x, known, step * 32), tl.zeros(acc.shape, tl.int32)).to(tl.float32)
-        acc = fma(dot * d, tl.load(scale + step * TOKENS), acc)
+        code, d = codes_of_32(w, step, FORMAT, NATIVE)
+        t = _times(product_of(code, rows_at(x, known, step * 32), zero), usable(d))
+        acc = fma(t, tl.load(scale + step * TOKENS), acc)
     return acc
 
 
 @jit
-def _nvfp4(acc, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    i = _word()
+def codes_of_32(w, step, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Words and scale of block `step` of a format with 32 values a block."""
+    i, down = word() % 4, 4 * (word() // 4)  # nibbles: the first sixteen values are the low ones
+    if FORMAT == "q8_0":
+        b = w + step * 34
+        code, d = mc.last_words_at(b + 2, word(), 2), half_at(b)
+    elif FORMAT == "q4_0":
+        b = w + step * 18
+        code, d = mc.nibbles_times_16(mc.last_words_at(b + 2, i, 2), down), half_at(b) * 0.0625
+    else:
+        tl.static_assert(FORMAT == "mxfp4")
+        b = w + step * 17
+        code = mc.doubled_e2m1(mc.last_words_at(b + 1, i, 1), down, NATIVE)
+        d = e8m0_halved(tl.load(b).to(tl.int32))
+    return code, d
+
+
+@jit
+def _nvfp4(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+    i = word()
     for j in tl.static_range(2):
         # of sixteen values eight bytes: the low nibbles of both words, then the high ones
         raw = mc.words_at(b + 4, 4 * j + i // 4 * 2 + i % 2, 4, NATIVE)
         code = mc.doubled_e2m1(raw, i % 4 // 2 * 4, NATIVE)
         d0, d1 = ue4m3_halved(tl.load(b + 2 * j).to(tl.int32)), ue4m3_halved(tl.load(b + 2 * j + 1).to(tl.int32))
-        rows, zero = _rows(x, known, step * 64 + 32 * j), tl.zeros(acc.shape, tl.int32)
-        t = _dot(_pick(code, 0), rows, zero).to(tl.float32) * d0
-        t = fma(_dot(_pick(0, code), rows, zero).to(tl.float32), d1, t)
+        rows = rows_at(x, known, step * 64 + 32 * j)
+        t = _times(product_of(pick(code, 0), rows, zero), d0) + _times(product_of(pick(0, code), rows, zero), d1)
         acc = fma(t, tl.load(scale + (2 * step + j) * TOKENS), acc)
     return acc
 
 
 @jit
-def _place_of(both):
+def place_of(both):
     """(u, m, m - 1) of the fp16 in the low half: its last place with its sign, as fp32, and |d| / u as int32. NaN for u
     where a product with 15 may leave fp16."""
     e = both >> 10 & 31
@@ -146,36 +185,35 @@ def _place_of(both):
 
 
 @jit
-def _beside(m, sc):
+def beside(m, sc):
     """e of a sub-block, see above, as int32."""
     whole = m * sc
-    return _rounded(whole.to(tl.float32)).to(tl.int32) - whole + sc
+    return rounded(whole.to(tl.float32)).to(tl.int32) - whole + sc
 
 
 @jit
-def _q2_k(acc, b, x, known, scale, low, step, TOKENS: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr):
+def _q2_k(acc, zero, b, x, known, scale, low, step, TOKENS: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr):
     words = b.to(tl.pointer_type(tl.int32), bitcast=True)
     both = tl.load(words + 20)
-    u, m = _place_of(both & 0xFFFF)
-    dmin = half_bits(both >> 16)
-    R: tl.constexpr = b.shape[0]
-    of_two = tl.arange(0, 2)[None, :, None]  # which 32 of the 64 values
+    u, m = place_of(both & 0xFFFF)
+    of_two = tl.arange(0, 2)[None, None, :, None]  # which 32 of the 64 values
+    above, dmin = (m - 1).to(tl.float32) * u, half_bits(both >> 16)
     for g in tl.static_range(4):
         four = tl.load(words + g)
-        raw = mc.words_at(b + 16 + 32 * (g // 2), _word(), 4, NATIVE)[:, None, :]
+        raw = mc.words_at(b + 16 + 32 * (g // 2), word(), 4, NATIVE)[:, :, None, :]
         raw = raw >> (4 * (g % 2) + 2 * of_two) & 0x03030303
-        sc = four[:, :, None] >> (16 * of_two + _word()[:, None, :] // 4 * 8) & 15
-        rows = _rows(x, known, step * 256 + 64 * g, 64)
-        v = _dot(tl.reshape(raw * sc, [R, 16]), rows, tl.zeros(acc.shape, tl.int32)) * (m - 1)
-        v = _dot(tl.reshape(raw * _beside(m[:, :, None], sc), [R, 16]), rows, v)
-        t, dy = v.to(tl.float32) * u, tl.load(scale + (4 * step + g) * TOKENS)
-        m0, m1 = _rounded(dmin * (four >> 4 & 15).to(tl.float32)), _rounded(dmin * (four >> 12 & 15).to(tl.float32))
-        m2, m3 = _rounded(dmin * (four >> 20 & 15).to(tl.float32)), _rounded(dmin * (four >> 28 & 15).to(tl.float32))
-        of = low + (16 * step + 4 * g) * TOKENS
-        sum2, sum3 = tl.load(of + 2 * TOKENS), tl.load(of + 3 * TOKENS)
+        sc = four[:, :, :, None] >> (16 * of_two + word()[None, None, :, :] // 4 * 8) & 15
+        rows = rows_at(x, known, step * 256 + 64 * g, 64)
+        first = product_of(tl.reshape(raw * sc, [b.shape[0], b.shape[1], 16]), rows, zero)
+        second = product_of(tl.reshape(raw * beside(m[:, :, :, None], sc), [b.shape[0], b.shape[1], 16]), rows, zero)
+        t = fma(first.to(tl.float32, bitcast=True) - M, above, _times(second, u))
+        dy = tl.load(scale + (4 * step + g) * TOKENS)
+        m0, m1 = rounded(dmin * (four >> 4 & 15).to(tl.float32)), rounded(dmin * (four >> 12 & 15).to(tl.float32))
+        m2, m3 = rounded(dmin * (four >> 20 & 15).to(tl.float32)), rounded(dmin * (four >> 28 & 15).to(tl.float32))
+        sum0, sum1, sum2, sum3 = four_of(low + (4 * step + g) * (4 * TOKENS))
         if TAIL and g % 2 == 1:
             t = fma(-m3, sum3, fma(-m2, sum2, t))
-        acc = fma(-m1, tl.load(of + TOKENS), fma(-m0, tl.load(of), fma(t, dy, acc)))
+        acc = fma(-m1, sum1, fma(-m0, sum0, fma(t, dy, acc)))
         if not TAIL or g % 2 == 0:
             acc = fma(-m3, sum3, fma(-m2, sum2, acc))
     return acc
@@ -186,28 +224,27 @@ def _scales_of_q3(b, half: tl.constexpr, j: tl.constexpr):
     """Scales of a part's two sub-blocks, -32..31, [R, 8]."""
     n = tl.load((b + 96 + 2 * j).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.int32)
     t = tl.load((b + 104 + 2 * (j % 2)).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.int32)
-    return (_of_word(n, 4 * half) & 15 | (_of_word(t, 4 * half + j // 2 * 2) & 3) << 4) - 32
+    return (of_word(n, 4 * half) & 15 | (of_word(t, 4 * half + j // 2 * 2) & 3) << 4) - 32
 
 
 @jit
-def _codes_of_q3(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
+def codes_of_q3(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
     """Words of codes times their scales, with the sign turned."""
-    raw, third = mc.words_at(b + 32 + 32 * half, _word(), 2, NATIVE), mc.words_at(b, _word(), 2, NATIVE)
+    raw, third = mc.words_at(b + 32 + 32 * half, word(), 2, NATIVE), mc.words_at(b, word(), 2, NATIVE)
     return mc.three_bits(raw, third, 4 * half + j, j, _scales_of_q3(b, half, j))
 
 
 @jit
-def _q3_k(acc, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    d = -half_at(b + 108)
+def _q3_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+    d = usable(-half_at(b + 108))
     for p in tl.static_range(8):
-        rows, zero = _rows(x, known, step * 256 + 32 * p), tl.zeros(acc.shape, tl.int32)
-        i = _dot(_codes_of_q3(b, p // 4, p % 4, NATIVE), rows, zero).to(tl.float32)
-        acc = fma(i * d, tl.load(scale + (8 * step + p) * TOKENS), acc)
+        i = product_of(codes_of_q3(b, p // 4, p % 4, NATIVE), rows_at(x, known, step * 256 + 32 * p), zero)
+        acc = fma(_times(i, d), tl.load(scale + (8 * step + p) * TOKENS), acc)
     return acc
 
 
 @jit
-def _scale_of_q45(words, s: tl.constexpr):
+def scale_of_q45(words, s: tl.constexpr):
     """Scale and minimum of sub-block s, int32; the first four of eight keep their six bits together."""
     first, second, up = tl.load(words + 1), tl.load(words + 2), 8 * (s % 4)
     if s < 4:
@@ -219,119 +256,46 @@ def _scale_of_q45(words, s: tl.constexpr):
 
 
 @jit
-def _codes_of_q45(b, s: tl.constexpr, FIVE: tl.constexpr, NATIVE: tl.constexpr):
-    raw = mc.words_at(b + (48 if FIVE else 16) + 32 * (s // 2), _word(), 4, NATIVE)
+def codes_of_q45(b, s: tl.constexpr, FIVE: tl.constexpr, NATIVE: tl.constexpr):
+    raw = mc.words_at(b + (48 if FIVE else 16) + 32 * (s // 2), word(), 4, NATIVE)
     code = raw >> (4 * (s % 2)) & 0x0F0F0F0F
     if FIVE:
-        code = code | (mc.words_at(b + 16, _word(), 4, NATIVE) >> s & 0x01010101) << 4
+        code = code | (mc.words_at(b + 16, word(), 4, NATIVE) >> s & 0x01010101) << 4
     return code
 
 
 @jit
-def _q45_k(acc, b, x, known, scale, low, step, FIVE: tl.constexpr, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+def _q45_k(acc, zero, b, x, known, scale, step, FIVE: tl.constexpr, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
     words = b.to(tl.pointer_type(tl.int32), bitcast=True)
     both = tl.load(words)
     for s in tl.static_range(8):
-        sc, m = _scale_of_q45(words, s)
-        rows, zero = _rows(x, known, step * 256 + 32 * s), tl.zeros(acc.shape, tl.int32)
-        i = _dot(_codes_of_q45(b, s, FIVE, NATIVE), rows, zero).to(tl.float32)
-        group = (8 * step + s) * TOKENS
-        acc = fma(i * _rounded(half_bits(both) * sc.to(tl.float32)), tl.load(scale + group), acc)
-        acc = fma(-_rounded(half_bits(both >> 16) * m.to(tl.float32)), tl.load(low + group), acc)
+        sc, m = scale_of_q45(words, s)
+        i = product_of(codes_of_q45(b, s, FIVE, NATIVE), rows_at(x, known, step * 256 + 32 * s), zero)
+        dy, total = two_of(scale + (8 * step + s) * (2 * TOKENS))
+        acc = fma(_times(i, usable(rounded(half_bits(both) * sc.to(tl.float32)))), dy, acc)
+        acc = fma(-rounded(half_bits(both >> 16) * m.to(tl.float32)), total, acc)
     return acc
 
 
 @jit
-def _codes_of_q6(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
-    raw = mc.words_at(b + 64 * half + 32 * (j % 2), _word(), 2, NATIVE)
-    return mc.six_bits_times_4(raw, mc.words_at(b + 128 + 32 * half, _word(), 2, NATIVE), j)
+def codes_of_q6(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
+    raw = mc.words_at(b + 64 * half + 32 * (j % 2), word(), 2, NATIVE)
+    return mc.six_bits_times_4(raw, mc.words_at(b + 128 + 32 * half, word(), 2, NATIVE), j)
 
 
 @jit
-def _scales_of_q6(b, p: tl.constexpr):
+def scales_of_q6(b, p: tl.constexpr):
     both = tl.load((b + 192 + 2 * p).to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32)
     return both << 24 >> 24, both >> 8
 
 
 @jit
-def _q6_k(acc, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+def _q6_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
     d = half_at(b + 208) * 0.25
     for p in tl.static_range(8):
-        s0, s1 = _scales_of_q6(b, p)
-        code, rows = _codes_of_q6(b, p // 4, p % 4, NATIVE), _rows(x, known, step * 256 + 32 * p)
-        zero = tl.zeros(acc.shape, tl.int32)
-        t = _dot(_pick(code, 0), rows, zero).to(tl.float32) * s0.to(tl.float32)
-        t = fma(_dot(_pick(0, code), rows, zero).to(tl.float32), s1.to(tl.float32), t)
+        s0, s1 = scales_of_q6(b, p)
+        code, rows = codes_of_q6(b, p // 4, p % 4, NATIVE), rows_at(x, known, step * 256 + 32 * p)
+        t = _times(product_of(pick(code, 0), rows, zero), s0.to(tl.float32))
+        t += _times(product_of(pick(0, code), rows, zero), s1.to(tl.float32))
         acc = fma(t * d, tl.load(scale + (8 * step + p) * TOKENS), acc)
     return acc
-
-
-@jit
-def _whole_block(b, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Words [R, 64] of a block's 256 codes times their scales, of q3_k with the sign turned. Axes before the last
-    reshape: row, half of the block, 32 values of it, 16 of those, word."""
-    R: tl.constexpr = b.shape[0]
-    s, j = tl.arange(0, 16)[None, :], tl.reshape(tl.arange(0, 4), [1, 1, 4, 1, 1])
-    if FORMAT == "q2_k":
-        raw = tl.reshape(mc.words_at(b + 16, s, 4, NATIVE), [R, 2, 1, 2, 4])
-        scale = tl.reshape(tl.load(b + s).to(tl.int32) & 15, [R, 2, 4, 2, 1])
-        code = (raw >> 2 * j & 0x03030303) * scale
-    else:
-        raw = tl.reshape(mc.words_at(b + 32, s, 2, NATIVE), [R, 2, 1, 2, 4])
-        third = tl.reshape(mc.words_at(b, _word(), 2, NATIVE), [R, 1, 1, 2, 4])
-        low, top = (
-            tl.load(b + 96 + s % 8).to(tl.int32) >> s // 8 * 4,
-            tl.load(b + 104 + s % 4).to(tl.int32) >> s // 4 * 2,
-        )
-        scale = tl.reshape((low & 15 | (top & 3) << 4) - 32, [R, 2, 4, 2, 1])
-        up = j + 4 * tl.reshape(tl.arange(0, 2), [1, 2, 1, 1, 1])
-        code = mc.three_bits(raw >> 2 * j, third, up, 0, scale)
-    return tl.reshape(code, [R, 64])
-
-
-@jit
-def fold_step(acc, w, x, known, scale, low, block, FORMAT: tl.constexpr, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    """A block of 256 values against q8_k rows. low: fp16 pointers [TOKENS, 1] to the tile's sums of 16 codes."""
-    total = tl.zeros(acc.shape, tl.int32)
-    b = w + block * (84 if FORMAT == "q2_k" else 110 if FORMAT == "q3_k" else 144 if FORMAT == "q4_k" else 176
-                     if FORMAT == "q5_k" else 210)  # fmt: skip
-    words = b.to(tl.pointer_type(tl.int32), bitcast=True)
-    if FORMAT == "q2_k" or FORMAT == "q3_k":
-        total = _dot(_whole_block(b, FORMAT, NATIVE), _rows(x, known, block * 256, 256), total)
-    for p in tl.static_range(0 if FORMAT == "q2_k" or FORMAT == "q3_k" else 8):
-        rows, zero = _rows(x, known, block * 256 + 32 * p), tl.zeros(acc.shape, tl.int32)
-        if FORMAT == "q6_k":
-            s0, s1 = _scales_of_q6(b, p)
-            code = _codes_of_q6(b, p // 4, p % 4, NATIVE)
-            total += _dot(_pick(code, 0), rows, zero) * s0
-            total += _dot(_pick(0, code), rows, zero) * s1
-        else:
-            sc, _ = _scale_of_q45(words, p)
-            total += _dot(_codes_of_q45(b, p, FORMAT == "q5_k", NATIVE), rows, zero) * sc
-    if FORMAT == "q3_k":
-        part = total.to(tl.float32) * -half_at(b + 108)
-    elif FORMAT == "q6_k":
-        part = total.to(tl.float32) * (half_at(b + 208) * 0.25)
-    else:
-        floats = tl.load(words + (20 if FORMAT == "q2_k" else 0))
-        sums = tl.trans(tl.load(low + (block * (16 * TOKENS) + tl.arange(0, 16)[None, :])))
-        mins = _minima(b, FORMAT).to(tl.float16)
-        if INTERPRET:
-            lows = tl.dot(mins.to(tl.float32), sums.to(tl.float32), input_precision="ieee")
-        else:
-            lows = tl.dot(mins, sums)
-        part = total.to(tl.float32) * half_bits(floats) - lows * half_bits(floats >> 16)
-    return fma(part, tl.load(scale + block * TOKENS), acc)
-
-
-@jit
-def _minima(b, FORMAT: tl.constexpr):
-    """Minima of a block's sixteen runs of 16 values, int32 [R, 16]."""
-    i = tl.arange(0, 16)[None, :]
-    if FORMAT == "q2_k":
-        out = tl.load(b + i).to(tl.int32) >> 4
-    else:  # of eight sub-blocks of 32
-        s = i // 2
-        low, near = tl.load(b + 8 + s).to(tl.int32), s < 4
-        out = tl.where(near, low & 63, low >> 4 | tl.load(b + 4 + s).to(tl.int32) >> 6 << 4)
-    return out
