@@ -1,9 +1,11 @@
 """Timings of the grouped GEMM on a CUDA GPU: whole routed layers from given picks on, beside recorded peers and floors.
 
-    PYTHONPATH=.:kernels python benchmarks/grouped_timings.py --out DIR [--formats bf16,q2_k+q3_k] [--shapes ..]
-        [--tokens ..] [--sweep]
+    PYTHONPATH=.:kernels python benchmarks/grouped_timings.py --out DIR [--formats bf16,q2_k+q3_k,fp8_block@fp8]
+        [--shapes ..] [--tokens ..] [--cells SHAPE/FORMAT/T:T,..] [--sweep] [--workers 12]
 
-A layer is plan, work list, gate + up + activation, down, weighted sum: five launches (seven from 2,049 pairs on).
+A layer is plan, work list, gate + up + activation, down, weighted sum: five launches (seven from 2,049 pairs on). As in
+the arm, quantised weights are decoded to scratch memory first where experts have many rows (`what` says "decoded"), and
+"@fp8" quantises rows and hidden rows to fp8. `--workers`: processes that compile ahead.
 Before a cell is timed, fresh inputs go through it into poisoned outputs: against the same mathematics in fp32 within
 the tolerance table, and against the same rows in batches of 1 and 64, bit for bit. A wrong result has no time. Weights
 are random bf16, or genuinely quantised rows dealt out to the experts. A call is one pass of a CUDA graph over a
@@ -16,149 +18,49 @@ each with the bits of the default tile or called wrong.
 import argparse
 import csv
 import itertools
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from grouped_layers import (
+    DEVICE,
+    Call,
+    Cut,
+    Weights,
+    decoded_products,
+    down,
+    exact,
+    gate_up,
+    is_decoded,
+    layer,
+    make_call,
+    make_weights,
+    planned,
+)
+from grouped_peers import peers_us
 
 from moe_lab.bench.runner import bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
-from moe_lab.formats import quantize
 from moe_lab.tolerances import tol
-from moe_lab_kernels.grouped import grouped_gemm as gg
+from moe_lab_kernels import backend
+from moe_lab_kernels.grouped import decoded
+from moe_lab_kernels.grouped import grouped_fp8 as g8
 from moe_lab_kernels.grouped import operands as go
 from moe_lab_kernels.grouped import tiles as gt
-from moe_lab_kernels.route import plan
-from moe_lab_kernels.rows import combine
 from moe_lab_kernels.storage.blocks import BLOCKS
 
-DEVICE = "cuda"
 MODELS = ("qwen3-30b-a3b", "gemma4-26b-a4b-like", "gpt-oss-120b-like", "mixtral-8x7b", "deepseek-v3-like", "v4.1-like")
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
-# us at T = 1, 8, 32, 128, 512, 2048, 8192, uniform routing: the best full-layer bf16 peer, vLLM's Triton kernel
-PEERS = {
-    "qwen3-30b-a3b": ((29.7, 133, 257, 302, 334, 508, 1211), (29.7, 133, 257, 302, 334, 508, 1435)),
-    "mixtral-8x7b": ((179, 555, 658, 677, 976, 2582, 8216), (179, 555, 658, 677, 1035, 2746, 10371)),
-    "deepseek-v3-like": ((177, 1236, 3139, 4925, 5231, 5953, 12690), (177, 1236, 3139, 4925, 5231, 5953, 14132)),
-    "gpt-oss-120b-like": ((59.0, 371, 894, 1450, 1526, 1744, 3429), (59.0, 371, 894, 1450, 1526, 1744, 3812)),
-    "gemma4-26b-a4b-like": ((35.5, 163, 317, 384, 415, 649, 1526), (35.5, 163, 317, 384, 415, 649, 1885)),
-}
 TIMED = ("us_p20", "us_p50", "us_p80", "floor_us", "ratio_to_floor", "best_peer_us", "ratio_to_best", "vllm_us",
          "ratio_to_vllm", "n", "method")  # fmt: skip
 COLUMNS = ["what", "shape", "format", "T", "tokens", "tile", "ok", "nmse", *TIMED, "read_gb_per_s", "bf16_tflops",
            "device", "driver", "torch", "triton", "commit"]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """gate, up [E, F, D] and down [E, D, F]."""
-
-    gate: go.Weight
-    up: go.Weight
-    down: go.Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Rows of x a tile, and the tiles of the two products; None: the package's choice."""
-
-    tokens: int | None = None
-    gate_up: gt.Tile | None = None
-    down: gt.Tile | None = None
-
-
-def one_weight(format: str, experts: int, rows: int, columns: int, draw: torch.Generator) -> go.Weight:
-    """Random bf16, or 128 Student-t rows quantised and dealt at random to the rows of every expert."""
-    if format == "bf16":
-        data = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device=DEVICE)
-        for e in range(experts):
-            data[e] = torch.randn(rows, columns, generator=draw, device=DEVICE) / columns**0.5
-        return go.Weight(data, format, columns)
-    normal = torch.randn(128, columns, generator=draw, device=DEVICE)
-    chi_squared = torch.randn(5, 128, columns, generator=draw, device=DEVICE).square().sum(0)
-    book = quantize(normal * (5.0 / chi_squared).sqrt() / columns**0.5, format)
-    if format not in BLOCKS:  # scales of their own: whole matrices, as rows may share a scale
-        full = quantize(torch.randn(rows, columns, generator=draw, device=DEVICE) / columns**0.5, format)
-        parts = (full.data, full.scales, full.biases if full.biases is not None else full.global_scale)
-        data, scales, second = (None if p is None else p.expand(experts, *p.shape).contiguous() for p in parts)
-        assert data is not None
-        return go.Weight(data, format, columns, scales, second)
-    pick = torch.randint(128, (experts, rows), generator=draw, device=DEVICE)
-    data = torch.empty(experts, rows, book.data.shape[1], dtype=torch.uint8, device=DEVICE)
-    for e in range(experts):
-        data[e] = book.data[pick[e]]
-    return go.Weight(data, format, columns)
-
-
-def make_weights(shape: LayerShape, format: str) -> Weights:
-    """`format` is one name, or that of gate and up, a plus, that of down."""
-    gate_up, down = format.split("+") if "+" in format else (format, format)
-    draw = torch.Generator(DEVICE).manual_seed(5)
-    e, d, f = shape.experts, shape.d_model, shape.d_expert
-    return Weights(one_weight(gate_up, e, f, d, draw), one_weight(gate_up, e, f, d, draw),
-                   one_weight(down, e, d, f, draw))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One input, and every buffer a product writes."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    h: torch.Tensor
-    y: torch.Tensor
-
-
-def make_call(shape: LayerShape, ids: torch.Tensor, weights: torch.Tensor) -> Call:
-    """Fresh Gaussian rows, poisoned buffers."""
-    t, k = ids.shape
-    nan = {"dtype": torch.bfloat16, "device": DEVICE, "fill_value": float("nan")}
-    x = torch.randn(t, shape.d_model, device=DEVICE).bfloat16()
-    return Call(x, ids.to(DEVICE), weights.to(DEVICE), torch.full((t * k, shape.d_expert), **nan),
-                torch.full((t * k, shape.d_model), **nan))  # fmt: skip
-
-
-def planned(c: Call, experts: int, cut: Cut) -> tuple[plan.Plan, gt.WorkList]:
-    """The plan and its tiles."""
-    p = plan.plan(c.ids, c.weights, experts)
-    pairs = c.ids.numel()
-    return p, gt.work_list(p.counts, p.offsets, pairs, cut.tokens or gt.tokens_for(pairs, experts))
-
-
-def gate_up(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList, cut: Cut) -> None:
-    """c.h from c.x."""
-    gg.grouped_gate_up(c.x, p.token, w.gate, w.up, work, c.h, tile=cut.gate_up)
-
-
-def down(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList, cut: Cut) -> None:
-    """c.y from c.h."""
-    gg.grouped_product(c.h, None, w.down, work, c.y, to=go.Scatter(p.token, p.slot, c.ids.shape[1]), tile=cut.down)
-
-
-def layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
-    """The routed layer [T, D], bf16."""
-    p, work = planned(c, len(w.gate.data), cut)
-    gate_up(c, w, p, work, cut)
-    down(c, w, p, work, cut)
-    return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
-
-
-def exact(c: Call, w: Weights) -> torch.Tensor:
-    """The same mathematics in fp32 on the decoded weights, without store points."""
-    out = torch.zeros(c.x.shape, device=DEVICE)
-    for e in c.ids.unique().tolist():
-        token, slot = (c.ids == e).nonzero(as_tuple=True)
-        x = c.x[token].float()
-        g, u, d = (go.values_ref(m, e, torch.float32) for m in (w.gate, w.up, w.down))
-        h = torch.nn.functional.silu(x @ g.T) * (x @ u.T)
-        out.index_add_(0, token, c.weights[token, slot, None] * (h @ d.T))
-    return out
 
 
 def check(shape: LayerShape, w: Weights, tokens: int, cut: Cut) -> tuple[float, str]:
@@ -169,7 +71,7 @@ def check(shape: LayerShape, w: Weights, tokens: int, cut: Cut) -> tuple[float, 
     part = replace(c, x=c.x[some], ids=c.ids[some].contiguous(), weights=c.weights[some].contiguous())
     want = exact(part, w).double()
     nmse = float((got[some].double() - want).square().sum() / want.square().sum())
-    if not nmse <= tol("store/bf16"):
+    if not nmse <= tol("gemv/fp8 rows" if w.fp8_rows else "store/bf16"):
         return nmse, "WRONG: far from fp32"
     for n in (1, len(some)):
         few = make_call(shape, part.ids[:n].contiguous(), part.weights[:n].contiguous())
@@ -207,6 +109,13 @@ def sweep_cuts(format: str, tokens: int, mean: float) -> Iterator[tuple[str, Cut
             yield "down", Cut(n, None, t)
 
 
+def fp8_cuts(mean: float) -> Iterator[Cut]:
+    """Tiles of the fp8 products worth a try."""
+    tokens = min(g8.MOST_TOKENS, max(16, backend.next_power_of_2(int(mean + mean / 4))))
+    for both in (((128, 4, 4), (64, 4, 4)), ((128, 8, 3), (128, 8, 3)), ((128, 4, 3), (128, 4, 4))):
+        yield Cut(tokens, *(gt.Tile(*t, 8 if mean > tokens else 1) for t in both))
+
+
 def matrix_tflops() -> float:
     """bf16 8192^3 through torch."""
     a = torch.randn(8192, 8192, device=DEVICE).bfloat16()
@@ -235,17 +144,18 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         "read_gb_per_s": f"{read:.0f}",
         "bf16_tflops": f"{tflops:.0f}",
     }
-    at = TOKENS.index(tokens) if tokens in TOKENS else None
-    best, vllm = (PEERS[shape.name][i][at] if at is not None and shape.name in PEERS else None for i in (0, 1))
+    best, vllm = peers_us(shape.name, format, tokens)
 
     def row(what: str, cut: Cut, t: Any, ok: str = "yes", nmse: str = "") -> dict[str, Any]:
-        tile = str(tuple(cut.gate_up or cut.down or ()))
-        out = {**head, "what": what, "tokens": cut.tokens or gt.tokens_for(pairs, e), "tile": tile, "nmse": nmse}
+        tile = " ".join(str(tuple(t)) for t in (cut.gate_up, cut.down) if t) or "()"
+        wide = cut.tokens or gt.tokens_for(pairs, e)
+        wide = min(wide, g8.MOST_TOKENS) if w.fp8_rows else wide
+        out = {**head, "what": what, "tokens": wide, "tile": tile, "nmse": nmse}
         out["ok"] = t if isinstance(t, str) else ok
         if t is None or isinstance(t, str):
             return out
         out |= {f"us_p{p}": f"{getattr(t, f'us_p{p}'):.1f}" for p in (20, 50, 80)} | {"n": t.n, "method": t.method}
-        if what == "layer":
+        if what.endswith("layer"):
             out |= {"floor_us": f"{floor:.1f}", "ratio_to_floor": f"{t.us_p50 / floor:.2f}"}
             for name, short, peer in (("best_peer", "best", best), ("vllm", "vllm", vllm)):
                 if peer:
@@ -257,7 +167,12 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         yield row("layer", Cut(), None, ok, f"{nmse:.2e}")
         if not args.anyway:
             return
-    yield row("layer", Cut(), timed(lambda c, cut: layer(c, w, cut), calls, Cut(), args.budget_ms), ok, f"{nmse:.2e}")
+    yield row("decoded layer" if is_decoded(calls[0], w) else "layer", Cut(),
+              timed(lambda c, cut: layer(c, w, cut), calls, Cut(), args.budget_ms), ok, f"{nmse:.2e}")  # fmt: skip
+    if w.fp8_rows:
+        for cut in fp8_cuts(pairs / e) if args.sweep else ():
+            yield row("layer", cut, timed(lambda c, cut: layer(c, w, cut), calls, cut, args.budget_ms))
+        return
     ready: dict[int | None, list[Any]] = {}
 
     def part(op: Callable[..., None], cut: Cut) -> Any:
@@ -280,47 +195,89 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         yield row(what, cut, t if same else "WRONG: bits differ from the default tile's")
 
 
+def compile_ahead(formats: list[str], workers: int) -> None:
+    """Fill the compiler's cache from several processes: each format's kernels for each width of tile."""
+    jobs = [f"{f}/{n}" for f in formats for n in gt.TOKENS if n <= g8.MOST_TOKENS or not f.endswith("@fp8")]
+    command = [sys.executable, __file__, "--out", ".", "--compile"]
+    running = [subprocess.Popen([*command, ",".join(jobs[i::workers])]) for i in range(min(workers, len(jobs)))]
+    for process in running:
+        process.wait()
+
+
+def compile_jobs(jobs: str) -> None:
+    """A small layer for each job, whose sizes divide as the timed ones do."""
+    shape = LayerShape("small", 1024, 512, 4, 2)
+    for format, tokens in (job.split("/") for job in jobs.split(",")):
+        c = make_call(shape, *routings(shape, 32)[0])
+        w = make_weights(shape, format)
+        layer(c, w, Cut(int(tokens)))
+        if not w.fp8_rows and decoded.can_decode(w.gate):
+            decoded_products(c, w, *planned(c, shape.experts, Cut(int(tokens))))
+    torch.cuda.synchronize()
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[str, str, list[int]]]:
+    """(shape, format, token counts) in the order asked for; k-quants where they fill both widths."""
+    if args.cells:
+        split = (cell.split("/") for cell in args.cells.split(","))
+        return [(shape, format, [int(t) for t in counts.split(":")]) for shape, format, counts in split]
+    tokens, out = [int(t) for t in args.tokens.split(",")], []
+    for name, format in itertools.product(args.shapes.split(","), args.formats.split(",")):
+        first, *rest = format.partition("@")[0].split("+")
+        widths = ((first, SHAPES[name].d_model), (rest[0] if rest else first, SHAPES[name].d_expert))
+        multiple = g8.GROUP if format.endswith("@fp8") else 1
+        if not any(width % (BLOCKS[f].values if f in BLOCKS else multiple) for f, width in widths):
+            out.append((name, format, tokens))
+    return out
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Timings of the grouped GEMM; writes grouped_timings.csv.")
     parser.add_argument("--out", type=Path, required=True, help="folder for grouped_timings.csv")
     parser.add_argument("--formats", default="bf16,q2_k+q3_k")
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--cells", default="", help="SHAPE/FORMAT/T:T,.. instead of formats, shapes and tokens")
     parser.add_argument("--budget-ms", type=float, default=30.0)
     parser.add_argument("--sweep", action="store_true", help="time gate + up and down for other tiles too")
     parser.add_argument("--anyway", action="store_true", help="time wrong results too, for looking into them")
+    parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
+    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise LabError("grouped_timings needs a CUDA GPU; torch sees none.")
+    if args.compile:
+        compile_jobs(args.compile)
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
     begin, where, failed = time.perf_counter(), measured_on(), 0
+    cells = cells_of(args)
+    if args.workers:
+        compile_ahead(list(dict.fromkeys(format for _, format, _ in cells)), args.workers)
     read, tflops = bandwidth_gb_per_s()["read"], matrix_tflops()
     torch.backends.cuda.matmul.allow_tf32 = False
     with (args.out / "grouped_timings.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
-        for name, format in itertools.product(args.shapes.split(","), args.formats.split(",")):
-            shape = SHAPES[name]
-            first, *rest = format.split("+")
-            widths = ((first, shape.d_model), (rest[0] if rest else first, shape.d_expert))
-            if any(f in BLOCKS and width % BLOCKS[f].values for f, width in widths):
-                continue
-            w = make_weights(shape, format)
-            for tokens in map(int, args.tokens.split(",")):
-                for row in rows_of(shape, format, w, tokens, args, read, tflops):
+        for name, format, counts in cells:
+            w = make_weights(SHAPES[name], format)
+            for tokens in counts:
+                for row in rows_of(SHAPES[name], format, w, tokens, args, read, tflops):
                     table.writerow({**row, **where})
                     file.flush()
                     failed += row["ok"].startswith("WRONG")
-                    cells = (
-                        row.get(c, "")
-                        for c in ("us_p50", "floor_us", "ratio_to_floor", "ratio_to_best", "ratio_to_vllm")
-                    )
-                    said = f"{row['what']:8} {row['tokens']:4} {row['tile']:24} {row['ok']:4} {row['nmse']:9}"
-                    print(f"{name:20} {format:10} T={tokens:<5} {said}", *(f"{c:>8}" for c in cells), flush=True)
+                    print(f"{time.perf_counter() - begin:5.1f}", *told(row), flush=True)
             del w
             torch.cuda.empty_cache()
     print(f"{where['device']}, read {read:.0f} GB/s, bf16 {tflops:.0f} TFLOP/s; {time.perf_counter() - begin:.0f} s")
     return 1 if failed else 0
+
+
+def told(row: dict[str, Any]) -> list[str]:
+    """A row as the terminal has it."""
+    said = f"{row['what']:13} {row['tokens']:4} {row['tile']:24} {row['ok']:4} {row['nmse']:9}"
+    times = ("us_p50", "floor_us", "ratio_to_floor", "ratio_to_best", "ratio_to_vllm")
+    return [f"{row['shape']:20} {row['format']:13} T={row['T']:<5} {said}", *(f"{row.get(c, ''):>8}" for c in times)]
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def test_every_format_close_and_its_bits_independent_of_tile_and_batch(format: s
         assert same_bits(case.alone(pair).product().view, whole[pair : pair + 1]), pair
 
 
+@pytest.mark.parametrize("kd", [96, 352], ids="Kd{}".format)
+def test_mxfp4_rows_that_end_inside_a_step(kd: int) -> None:
+    close(grouped_case("mxfp4_oss", 200, kd, [3, 0, 40], tokens=32, device="cuda"))
+
+
 @pytest.mark.parametrize("format", ["f16", "bf16", "q2_k", "q3_k", "q8_0", "fp8_block"])
 def test_fp16_rows(format: str) -> None:
     case = grouped_case(format, 200, 512, [2, 0, 21], dtype="f16", device="cuda")

@@ -66,7 +66,7 @@ def test_no_pairs_launch_nothing() -> None:
 
 def test_refusals() -> None:
     c = torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(LabError, match="in tiles of 8; a tile holds one of"):
-        gt.work_list(c, offsets_of(c), 4, 8)
+    with pytest.raises(LabError, match="in tiles of 24; a tile holds one of"):
+        gt.work_list(c, offsets_of(c), 4, 24)
     with pytest.raises(LabError, match=r"offsets must have shape \[5\], got \[4\]"):
         gt.work_list(c, c, 4, 16)

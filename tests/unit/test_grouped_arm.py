@@ -88,3 +88,24 @@ def test_refused_by_name(change: dict, formats: tuple[str, ...], message: str) -
     parts = {p: stack.part(p) for p in ("gate", "up", "down")}
     with pytest.raises(LabError, match=message):
         MoELayer.from_tensors(plain, router=layer.router, **parts)(rows(2), "grouped")
+
+
+@pytest.mark.parametrize("stores", ["input", "fp32"])
+def test_fp8_rows_where_asked_for(stores: str) -> None:
+    """Hidden rows quantised where they arise, and (fp32 stores) by themselves; a row's bits are its own."""
+    whole = make_layer(MIXES["fp8_block"])
+    parts = {p: whole.experts.stack.part(p) for p in ("gate", "up", "down")}
+    layer = MoELayer.from_tensors(replace(whole.spec, shared=None), router=whole.router, **parts)
+    x, options = rows(37), Options(activation="fp8", stores=stores)  # type: ignore[arg-type]
+    y = layer(x, "grouped", options=options)
+    assert 1e-4 < nmse(y.out, layer(x, "reference").out) <= tol("gemv/fp8 rows")
+    alone = [layer(x[t : t + 1], "grouped", options=options).out for t in (0, 36)]
+    assert torch.equal(torch.cat(alone), y.out[[0, 36]])
+
+
+def test_fp8_rows_meet_fp8_weights_alone() -> None:
+    options = Options(activation="fp8")
+    with pytest.raises(LabError, match="fp8 rows meet fp8_block weights, not q2_k, q3_k"):
+        make_layer(MIXES["q2_k+q3_k"])(rows(2), "grouped", options=options)
+    with pytest.raises(LabError, match="bf16 weights meet no fp8 rows; where they are the shared expert's"):
+        make_layer(MIXES["fp8_block"])(rows(2), "grouped", options=options)

@@ -16,7 +16,7 @@ from moe_lab._types import Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_rows
+from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 from moe_lab_kernels.storage.minifloat import (
     e2m1_to_f32,
@@ -101,19 +101,23 @@ def dequantize_scaled(
     *,
     second: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Values [*lead, N, Kd] in fp32, fp16 or bf16 (Triton).
+    """Values [*lead, N, Kd] in fp32, fp16 or bf16, written to contiguous `out` where one is given (Triton).
 
     `scales`: uint8 bits of e4m3 or e8m0, or fp32, fp16, bf16, of `scale_shape`; `second`: fp32 [*lead] (global scale)
     or floats shaped as the scales (bias). Rows contiguous, other strides free. LabError for shapes, dtypes or devices
     that disagree.
     """
     layout, shape = _check(data, scales, second, format, kd, out_dtype)
-    out = torch.empty(shape, dtype=out_dtype, device=data.device)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=data.device)
+    expect("dequantize_scaled", "out", out, [out_dtype], shape)
+    expect_contiguous("dequantize_scaled", "out", out)
     if not out.numel():
         return out
-    on = backend.serve("dequantize_scaled", data=data, scales=scales, second=second)
+    on = backend.serve("dequantize_scaled", data=data, scales=scales, second=second, out=out)
     d, s = (t.reshape(-1, *t.shape[-2:]) for t in (data, scales))
     if second is None:
         g, g_strides = s, (0, 0)

@@ -1,4 +1,4 @@
-"""Grouped GEMM: expert rows times their expert's weights on the tensor cores, weights decoded in registers.
+"""Grouped GEMM: expert rows times their expert's weights on the tensor cores, decoded as they are multiplied.
 
 P pairs sorted by expert, S weight slots of [N, Kd]. A tile of the work list is at most `work.tokens` pairs of one slot;
 a program multiplies it with `Tile.rows` weight rows. Two operations of one body:
@@ -8,23 +8,28 @@ a program multiplies it with `Tile.rows` weight rows. Two operations of one body
 
 Weights are the instruction's M side (64 rows or more) and tokens its N side, so one kind of tensor-core instruction
 serves one row and hundreds, and a row's bits depend neither on the tile nor on what else is in the batch: each output
-is one chain of fp32 sums along Kd, in steps that the format alone decides (no split of Kd, no atomics). Operands have
-the dtype of x (bf16 or fp16): raw weights are decoded as the decoding kernels do, fp32 and one rounding. Gate, up and h
+is one chain of fp32 sums along Kd (no split of Kd, no atomics). Operands have the dtype of x (bf16 or fp16): raw
+weights are decoded as the decoding kernels do, fp32 and one rounding, in registers (`steps`) or, where a tile says so,
+by whole words on their way to shared memory (`staged`). Gate, up and h
 are rounded to the output's dtype where a store would round them, so fused and unfused have the same bits.
 
 Reads each tile's weights once (N * row_bytes), 2 Kd bytes a pair for each block of weight rows (from the cache).
 The references sum in float64 and round once: the sum's order makes the difference, see the tolerance table.
 Knows nothing about routing, residency or weights of experts. Pairs in no tile keep what `out` held before.
 """
+# pyright: reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
 
 import torch
 
 from moe_lab._types import Int32, Tensor
+from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.grouped.body import gated, place
 from moe_lab_kernels.grouped.operands import Scatter, Weight, check_call, check_gated, values_ref
+from moe_lab_kernels.grouped.staged import STAGED, staged_values, staged_words, why_not_staged
 from moe_lab_kernels.grouped.steps import STEPS, block_values, scaled_values
 from moe_lab_kernels.grouped.tiles import Tile, WorkList, tile_for
 from moe_lab_kernels.primitives import INTERPRET, offset64, round_to, to_f32
@@ -55,6 +60,16 @@ def _weights(w, scale, second, n_row, step, j: tl.constexpr, Kd, s_row, g_row, l
     return out
 
 
+@jit
+def _add_product(acc, a, b):
+    """acc + a @ b. The interpreter sums in float64, where no order shows after the rounding."""
+    if INTERPRET:
+        acc = tl.dot(to_f32(a).to(tl.float64), to_f32(b).to(tl.float64), acc, out_dtype=tl.float64)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
 # N, Kd and the strides of rows and slots decide how wide loads and stores are (N by way of the stores' mask); nothing
 # else is worth a compilation of its own.
 @jit(do_not_specialize=["n_tiles", "n_slots", "n_x", "n_pairs", "limit", "s_slot", "s_row", "g_slot", "g_row"])
@@ -64,18 +79,12 @@ def _grouped(x, row_of, out, out_row, out_slot, tiles, w, w_scale, w_second, v, 
              SHARED: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
              GELU: tl.constexpr, LIMIT: tl.constexpr, GATHER: tl.constexpr, SLOTS: tl.constexpr, INNER: tl.constexpr,
              CUBE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
-             NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (tile of tokens, block of weight rows); TOGETHER tiles walk the blocks side by side."""
-    blocks = tl.cdiv(N, ROWS)
-    pid = tl.program_id(0)
-    walk = pid // (TOGETHER * blocks)
-    beside = tl.minimum(n_tiles - walk * TOGETHER, TOGETHER)
-    at = pid % (TOGETHER * blocks)
-    tile = walk * TOGETHER + at % beside
-    slot, first, n = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+             STAGED: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Program = (tile of tokens, block of weight rows)."""
+    slot, first, n, begin = place(tiles, n_tiles, N, ROWS, TOGETHER)
     if (slot < 0) | (slot >= n_slots) | (n <= 0):
         return
-    n_row = at // beside * ROWS + tl.arange(0, ROWS)
+    n_row = begin + tl.arange(0, ROWS)
     p = first + tl.arange(0, TOKENS)
     mine = (p < first + n) & (p >= 0) & (p < n_pairs)
     row = p
@@ -88,40 +97,53 @@ def _grouped(x, row_of, out, out_row, out_slot, tiles, w, w_scale, w_second, v, 
     of_v = v + offset64(slot, w_slot) + offset64(held, w_row)
     w_scale, v_scale = w_scale + offset64(slot, s_slot), v_scale + offset64(slot, s_slot)
     w_second, v_second = w_second + offset64(slot, g_slot), v_second + offset64(slot, g_slot)
-    # The interpreter sums in float64, where no order shows after the rounding.
     acc = tl.zeros((ROWS, TOKENS), tl.float64 if INTERPRET else tl.float32)
     acc2 = acc
     like: tl.constexpr = x.dtype.element_ty
-    for step in range(0, tl.cdiv(Kd, STEP)):
-        for j in tl.static_range(STEP // PART):  # pyright: ignore[reportGeneralTypeIssues]
-            k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
-            if EVEN:
-                b = tl.trans(tl.load(of_x + k, mask=known, other=0))
-            else:
-                b = tl.trans(tl.load(of_x + k, mask=known & (k < Kd), other=0))
-            a = _weights(of_w, w_scale, w_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE, SECOND,
-                         GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
-            if INTERPRET:
-                acc = tl.dot(to_f32(a).to(tl.float64), to_f32(b).to(tl.float64), acc, out_dtype=tl.float64)
-            else:
-                acc = tl.dot(a, b, acc)
+    if STAGED:
+        # Carried from turn to turn, weights are an operand that the compiler puts into shared memory: threads decode in
+        # the layout of the words, and a product need not wait until its registers are free again.
+        last = tl.cdiv(Kd, STEP) - 1
+        w_scale, v_scale = w_scale + offset64(held // SHARED, s_row), v_scale + offset64(held // SHARED, s_row)
+        raw = staged_words(of_w, w_scale, 0, Kd, FORMAT, EVEN)
+        a = staged_values(raw, 0, like, FORMAT, NATIVE)
+        if GATED:
+            raw2 = staged_words(of_v, v_scale, 0, Kd, FORMAT, EVEN)
+            a2 = staged_values(raw2, 0, like, FORMAT, NATIVE)
+        for step in range(0, last + 1):
+            ahead = tl.minimum(step + 1, last)
+            raw = staged_words(of_w, w_scale, ahead, Kd, FORMAT, EVEN)
             if GATED:
-                a2 = _weights(of_v, v_scale, v_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE,
-                              SECOND, GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
-                if INTERPRET:
-                    acc2 = tl.dot(to_f32(a2).to(tl.float64), to_f32(b).to(tl.float64), acc2, out_dtype=tl.float64)
+                raw2 = staged_words(of_v, v_scale, ahead, Kd, FORMAT, EVEN)
+            for j in tl.static_range(STEP // PART):
+                k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
+                b = tl.trans(tl.load(of_x + k, mask=known if EVEN else known & (k < Kd), other=0))
+                acc = _add_product(acc, a[j], b)
+                if GATED:
+                    acc2 = _add_product(acc2, a2[j], b)
+            a = staged_values(raw, ahead, like, FORMAT, NATIVE)
+            if GATED:
+                a2 = staged_values(raw2, ahead, like, FORMAT, NATIVE)
+    else:
+        for step in range(0, tl.cdiv(Kd, STEP)):
+            for j in tl.static_range(STEP // PART):
+                k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
+                if EVEN:
+                    b = tl.trans(tl.load(of_x + k, mask=known, other=0))
                 else:
-                    acc2 = tl.dot(a2, b, acc2)
+                    b = tl.trans(tl.load(of_x + k, mask=known & (k < Kd), other=0))
+                a = _weights(of_w, w_scale, w_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE,
+                             SECOND, GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
+                acc = _add_product(acc, a, b)
+                if GATED:
+                    a2 = _weights(of_v, v_scale, v_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE,
+                                  SECOND, GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
+                    acc2 = _add_product(acc2, a2, b)
     stored: tl.constexpr = out.dtype.element_ty
-    result = round_to(acc.to(tl.float32), stored)
     if GATED:
-        g, u = to_f32(result), to_f32(round_to(acc2.to(tl.float32), stored))
-        if LIMIT:
-            # written with comparisons so that a NaN passes through
-            g = tl.where(g > limit, limit, g)
-            u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-        z = INNER * (g + CUBE * (g * g * g)) if GELU else g
-        result = round_to(tl.div_rn(g, 1.0 + tl.exp(-z)) * u, stored)
+        result = gated(acc.to(tl.float32), acc2.to(tl.float32), limit, stored, LIMIT, GELU, INNER, CUBE)
+    else:
+        result = round_to(acc.to(tl.float32), stored)
     to = p
     if SLOTS > 0:
         to = tl.load(out_row + p, mask=mine, other=0) * SLOTS + tl.load(out_slot + p, mask=mine, other=0)
@@ -247,9 +269,14 @@ def _launch(op: str, x: Tensor, row_of: Tensor | None, w: Weight, work: WorkList
     n, v, step, layout = w.data.shape[1], up or w, STEPS[w.format], LAYOUTS.get(w.format)
     if not len(work.tiles) or not n:
         return
-    tile = tile or tile_for(w.format, work.tokens, up is not None, on)
+    unstaged = why_not_staged(w, x.dtype)
+    tile = tile or tile_for(w.format, work.tokens, up is not None, on, unstaged is None)
+    if tile.staged and unstaged is not None:
+        raise LabError(f"{op}: {w.format} weights are not decoded by whole words {unstaged}; leave Tile.staged out.")
     absent, matrices = w.data, [p for m in (w, v) for p in (m.data, m.scales, m.second)]
     strides = [s for p in (w.data, w.scales, w.second) for s in (*(() if p is None else p.stride()), 0, 0)[:2]]
+    if tile.staged:
+        step = STAGED[w.format]
     kind = PLAIN if layout is None else (layout.code, layout.scale, layout.second, layout.group, layout.rows)
     backend.launch(
         _grouped,
@@ -260,7 +287,7 @@ def _launch(op: str, x: Tensor, row_of: Tensor | None, w: Weight, work: WorkList
         *(n, w.kd, len(work.tiles), len(w.data), len(x), len(out) if row is None else len(row)),
         *(0.0 if limit is None else limit, x.stride(0), out.stride(0), *strides),
         *(w.format, *kind, *step, w.kd % step.values == 0, up is not None, gelu, limit is not None),
-        *(row_of is not None, slots, GELU_INNER, GELU_CUBE, tile.rows, work.tokens, tile.group),
+        *(row_of is not None, slots, GELU_INNER, GELU_CUBE, tile.rows, work.tokens, tile.group, tile.staged),
         backend.has_dp4a(on),
         device=out.device,
         num_warps=tile.warps,

@@ -80,6 +80,12 @@ def check_call(op: str, x: Tensor, row_of: Tensor | None, w: Weight, work: WorkL
     """Everything that shapes, dtypes and strides can tell."""
     expect(op, "x", x, OPERANDS, ["R", w.kd])
     expect_rows(op, "x", x)
+    check_weight(op, w)
+    check_list(op, row_of, work, w.data.shape[1], out, to)
+
+
+def check_list(op: str, row_of: Tensor | None, work: WorkList, columns: int, out: Tensor, to: Scatter | None) -> None:
+    """The pairs' rows, places and tiles, and the output, whatever is multiplied."""
     pairs = len(out) if to is None else len(to.row)
     for name, t, shape in (
         ("row_of", row_of, [pairs]),
@@ -94,8 +100,7 @@ def check_call(op: str, x: Tensor, row_of: Tensor | None, w: Weight, work: WorkL
         raise LabError(
             f"{op}: tiles of {work.tokens} rows and {to and to.slots} slots; wanted {TOKENS} and at least 1."
         )
-    check_weight(op, w)
-    expect(op, "out", out, FLOATS, ["P", w.data.shape[1]])
+    expect(op, "out", out, FLOATS, ["P", columns])
     expect_rows(op, "out", out)
 
 

@@ -18,6 +18,7 @@ from moe_lab_kernels.checks import expect, expect_contiguous
 ENTRIES = 32  # of the list, a program
 # Below 16 columns the compiler takes another instruction, whose sums come in another order.
 TOKENS = (16, 32, 64, 128)
+CHUNK_ROWS = 8  # of a GEMV, whose chunks are tiles too
 
 
 class WorkList(NamedTuple):
@@ -29,13 +30,15 @@ class WorkList(NamedTuple):
 
 class Tile(NamedTuple):
     """How a program of the GEMM is cut: `rows` weight rows (a multiple of 64, so that the instruction is one), `warps`
-    (a multiple of four), `stages` steps in flight; `group` tiles of tokens share a walk over the weight rows."""
+    (a multiple of four), `stages` steps in flight; `group` tiles of tokens share a walk over the weight rows. `staged`:
+    weights are decoded by whole words and multiplied out of shared memory (`staged.STAGED`), 16 rows a warp."""
 
     rows: int
     warps: int
     stages: int
     group: int = 8
     registers: int | None = None
+    staged: bool = False
 
 
 # Measured on an H200 (triton 3.6), microseconds of gate + up and of down; (rows, warps, stages):
@@ -47,6 +50,19 @@ class Tile(NamedTuple):
 GATED_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(64, 4, 3, 1), 128: Tile(64, 4, 3)}
 PLAIN_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(128, 4, 4), 128: Tile(128, 4, 3)}
 DECODED_TILES = {16: Tile(64, 4, 3, 1), 32: Tile(64, 4, 3, 1), 64: Tile(64, 4, 3, 1), 128: Tile(128, 8, 3)}
+# Decoded by whole words (`staged`), us of qwen3's gate + up in q2_k and down in q3_k, registers beside it:
+#   T = 32, tiles of 16: 143 and 117 (162 and 128); T = 512, tiles of 64: 240 and 172 (259 and 193)
+#   a step's 128 values as one part: 154 and 115, 281 and 174; 128 rows in 8 warps: 239 and 126, T = 32
+#   mxfp4_oss: 130 and 63 (183 and 93), 226 and 103 (257 and 127)
+#   q4_k: 201 and 85 (260 and 105), 311 and 124 (385 and 162)
+# 64 rows in 4 warps: a thread has one unit. (q4_k's gate and up for 128 tokens would spill.)
+STAGED_TILES = {
+    (format, gated, tokens): Tile(64, 4, 2, 8 if tokens == 128 else 1, None, True)
+    for format in ("q2_k", "q3_k", "q4_k", "mxfp4_oss")
+    for gated in (True, False)
+    for tokens in TOKENS
+    if (format, gated, tokens) != ("q4_k", True, 128)
+}
 
 
 @jit
@@ -77,13 +93,15 @@ def tokens_for(pairs: int, experts: int) -> int:
     return min(TOKENS[-1], max(TOKENS[0], backend.next_power_of_2(mean + mean // 4)))
 
 
-def tile_for(format: str, tokens: int, gated: bool, on: str) -> Tile:
-    """The measured tile on a GPU; the interpreter pays for programs, so it takes tall ones."""
+def tile_for(format: str, tokens: int, gated: bool, on: str, staged: bool = False) -> Tile:
+    """The measured tile on a GPU, with whole words decoded where that is quicker and these weights can be `staged`; the
+    interpreter pays for programs, so it takes tall ones."""
     if on == "interpreter":
         return Tile(256, 4, 1)
     if format in ("bf16", "f16"):
         return (GATED_TILES if gated else PLAIN_TILES)[tokens]
-    return DECODED_TILES[tokens]
+    tile = STAGED_TILES.get((format, gated, tokens)) if staged else None
+    return tile or DECODED_TILES[tokens]
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:
@@ -147,6 +165,9 @@ def _output(counts: Tensor, offsets: Tensor, pairs: int, tokens: int, slot_of: T
     if slot_of is not None:
         expect("work_list", "slot_of", slot_of, [torch.int32], [len(counts)])
         expect_contiguous("work_list", "slot_of", slot_of)
-    if pairs < 0 or tokens not in TOKENS:
-        raise LabError(f"work_list: {pairs} pairs in tiles of {tokens}; a tile holds one of {TOKENS}.")
+    if pairs < 0 or tokens not in (*range(1, CHUNK_ROWS + 1), *TOKENS):
+        raise LabError(
+            f"work_list: {pairs} pairs in tiles of {tokens}; a tile holds one of {TOKENS}, a GEMV's chunk up to "
+            f"{CHUNK_ROWS}."
+        )
     return torch.empty(most_tiles(pairs, len(counts), tokens), 3, dtype=torch.int32, device=counts.device)

@@ -51,18 +51,10 @@ def _power_of_two(d):
 
 
 @jit
-def _quantize_fp8(x, codes, scale, kd, blocks_per_row, all_blocks, floor, x_row_stride, x_stride,
-                  BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HOW: tl.constexpr, POWER: tl.constexpr):  # fmt: skip
-    """Program = tile of groups, numbered through all rows."""
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-    lane = tl.arange(0, BLOCK)[None, :]
-    there = block < all_blocks
-    row, at = block // blocks_per_row, block % blocks_per_row * BLOCK + lane
-    from_x = x + offset64(row, x_row_stride) + offset64(at, x_stride)
-    v = to_f32(tl.load(from_x, mask=there & (at < kd), other=0))
-    amax = tl.max(tl.where(v == v, tl.abs(v), 0.0), 1, keep_dims=True)
+def fp8_codes(v, amax, floor, HOW: tl.constexpr, POWER: tl.constexpr):
+    """(e4m3 bits, scale) of fp32 values whose group's largest magnitude is `amax`."""
     top = tl.maximum(amax, floor)
-    one = tl.full([BLOCKS, 1], 1.0, tl.float32)
+    one = tl.full(top.shape, 1.0, tl.float32)
     if HOW == "multiply":
         factor = tl.div_rn(448.0 * one, tl.where(top == 0, 1.0, top))
         d = tl.where(top == 0, 0.0, tl.div_rn(one, factor))
@@ -76,7 +68,22 @@ def _quantize_fp8(x, codes, scale, kd, blocks_per_row, all_blocks, floor, x_row_
     v = tl.where(inside | (v != v), v, 0.0)
     ratio = tl.div_rn(v, tl.where(inside, d, 1.0)) if HOW == "divide" else v * tl.where(inside, factor, 1.0)
     clamped = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -448.0), 448.0), ratio)
-    tl.store(codes + offset64(block, BLOCK) + lane, _e4m3(clamped), mask=there)
+    return _e4m3(clamped), d
+
+
+@jit
+def _quantize_fp8(x, codes, scale, kd, blocks_per_row, all_blocks, floor, x_row_stride, x_stride,
+                  BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HOW: tl.constexpr, POWER: tl.constexpr):  # fmt: skip
+    """Program = tile of groups, numbered through all rows."""
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    there = block < all_blocks
+    row, at = block // blocks_per_row, block % blocks_per_row * BLOCK + lane
+    from_x = x + offset64(row, x_row_stride) + offset64(at, x_stride)
+    v = to_f32(tl.load(from_x, mask=there & (at < kd), other=0))
+    amax = tl.max(tl.where(v == v, tl.abs(v), 0.0), 1, keep_dims=True)
+    code, d = fp8_codes(v, amax, floor, HOW, POWER)
+    tl.store(codes + offset64(block, BLOCK) + lane, code, mask=there)
     tl.store(scale + block, d, mask=there)
 
 
