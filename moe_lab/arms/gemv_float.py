@@ -9,13 +9,16 @@ On the CPU, products of rows as they come are in float64, rounded once to fp32 (
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 from moe_lab._types import Float, Float32, Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, lacks_kernel
+from moe_lab.arms.fused import FusedStack
 from moe_lab.arms.grouped import weight_of
 from moe_lab.arms.integer import RAW_SUM_OFFSET, integer_matmul
+from moe_lab.arms.lists import numbers
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor, quantize_activations, quantize_q8_1
 from moe_lab.spec import MoESpec
@@ -24,7 +27,7 @@ from moe_lab_kernels.gemv import chunk_bias, gemv, lane_rows
 from moe_lab_kernels.gemv_float import gemv_float as gf
 from moe_lab_kernels.gemv_float import operands as fo
 from moe_lab_kernels.gemv_float.steps import WALKS
-from moe_lab_kernels.grouped.operands import alike
+from moe_lab_kernels.grouped.operands import Weight, alike
 from moe_lab_kernels.rows import activation, quantize_fp8
 from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
@@ -32,6 +35,7 @@ KINDS = ("q8_1", "bf16", "fp8")
 MULTIPLE = 8  # of values a row: what one load of a lane holds
 
 
+@cache
 def meets(format: str, kind: str) -> str | None:
     """None when activations of this kind meet weights of the format, else why not."""
     fits = {"q8_1": not has_float_products([format]), "bf16": format in WALKS, "fp8": format == "fp8_block"}
@@ -41,6 +45,7 @@ def meets(format: str, kind: str) -> str | None:
     return None if fits[kind] else f"{format} weights meet no {kind} activations, but {others}"
 
 
+@cache
 def kind_of(format: str, wanted: str | None) -> str:
     """What the activations of a product with this format become. LabError for a kind that it cannot meet."""
     kind = wanted or ("bf16" if has_float_products([format]) else "q8_1")
@@ -112,7 +117,7 @@ def kernel_mlp(
     """
     spec, device, count = ctx.spec, x.device, len(token)
     most = 1 << max(0, most_rows - 1).bit_length()
-    own = torch.arange(count, dtype=torch.int32, device=device)
+    own = numbers(count, device)
     into, to = fo.Pairs(token.to(torch.int32), table, most), fo.Pairs(own, table, most, out_row.to(torch.int32))
     if spec.weight_place == "input":
         assert weight is not None
@@ -121,7 +126,7 @@ def kernel_mlp(
     gate, up = stack.gate, stack.up
     kinds = [kind_of(q.format, ctx.activation) for q in (gate, up)]
     biases = [_bias(stack, part, bias_of) for part in ("gate", "up", "down")]
-    g, u = weight_of(gate), weight_of(up)
+    g, u, d = (slots_of(stack, part) for part in ("gate", "up", "down"))
     if "q8_1" not in kinds and alike(g, u) is None:
         hidden = ctx.empty("hidden", (count, gate.shape[1]), ctx.store_dtype, device)
         how = fo.Gate(spec.activation == "gelu_tanh", _limit(spec), spec.limit_mode, spec.alpha, inside)
@@ -130,11 +135,11 @@ def kernel_mlp(
         gf.gemv_float_gated(rows, into, g, u, hidden, how=how, gate_bias=gate_bias, up_bias=up_bias, early="launch")
     else:
         own_gate, own_up = (ctx.empty(n, (count, gate.shape[1]), ctx.store_dtype, device) for n in ("gate", "up"))
-        _project(x, into, gate, kinds[0], biases[0], own_gate, "launch")
-        _project(x, into, up, kinds[1], biases[1], own_up, "launch")
+        _project(x, into, g, kinds[0], biases[0], own_gate, "launch")
+        _project(x, into, u, kinds[1], biases[1], own_up, "launch")
         hidden = hidden_rows(own_gate, own_up, inside, ctx)
     # what down reads before it waits, weights and tables, is older than the launch that makes its rows
-    _project(hidden, to, stack.down, kind_of(stack.down.format, ctx.activation), biases[2], out, "weights")
+    _project(hidden, to, d, kind_of(d.format, ctx.activation), biases[2], out, "weights")
     return out
 
 
@@ -198,20 +203,25 @@ def float_matmul(
     return gf.gemv_float(_float_rows(x, kind), pairs, weight_of(q.stacked()), out)
 
 
-def _project(x: Tensor, pairs: fo.Pairs, q: QuantTensor, kind: str, bias: fo.Bias | None, out: Tensor,
+def slots_of(stack: ExpertStack, part: str) -> Weight:
+    """A part of all slots as the kernels take it: an arena, or addresses where the stack keeps tables of them."""
+    return stack.by_address(part) if isinstance(stack, FusedStack) else weight_of(stack.part(part))
+
+
+def _project(x: Tensor, pairs: fo.Pairs, w: Weight, kind: str, bias: fo.Bias | None, out: Tensor,
              early: gf.Early) -> None:  # fmt: skip
     """One product of every pair of every chunk, its bias added in fp32, rounded to out's dtype."""
     if kind != "q8_1":
-        gf.gemv_float(_float_rows(x, kind), pairs, weight_of(q), out, bias=bias, early=early)
+        gf.gemv_float(_float_rows(x, kind), pairs, w, out, bias=bias, early=early)
         return
-    rows = lane_rows.quantize_lanes(x, q.format)
-    call = (rows, pairs.row_of, q.data, pairs.chunks, q.format)
+    rows = lane_rows.quantize_lanes(x, w.format)
+    call = (rows, pairs.row_of, w.data, pairs.chunks, w.format)
     if bias is None:
         gemv.gemv(*call, out, out_row=pairs.to, max_rows=pairs.max_rows)
         return
-    sums = torch.empty(len(pairs.row_of), q.shape[-2], dtype=torch.float32, device=x.device)
+    sums = torch.empty(len(pairs.row_of), w.data.shape[1], dtype=torch.float32, device=x.device)
     gemv.gemv(*call, sums, max_rows=pairs.max_rows)
-    chunk_bias.chunk_bias(sums, pairs.chunks, bias.values, out, row_of=bias.row_of, to=pairs.to, n_slots=len(q))
+    chunk_bias.chunk_bias(sums, pairs.chunks, bias.values, out, row_of=bias.row_of, to=pairs.to, n_slots=len(w.data))
 
 
 def _bias(stack: ExpertStack, part: str, bias_of: Tensor | None) -> fo.Bias | None:

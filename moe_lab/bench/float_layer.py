@@ -12,6 +12,7 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import FORMATS, quantize
+from moe_lab_kernels import backend
 from moe_lab_kernels.gemv_float import gemv_float as gf
 from moe_lab_kernels.gemv_float.operands import DENSE, Bias, Gate, Pairs, Rows
 from moe_lab_kernels.gemv_float.ref import values_ref
@@ -53,6 +54,8 @@ def make_layer(
         of = pick[:, : -(-n // 128)] * 0 if whole else pick
         scales = None if book.scales is None else book.scales[of]
         second = None if book.biases is None else book.biases[of]
+        if second is not None and scales is not None:  # affine formats' files hold both in bf16
+            scales, second = scales.bfloat16(), second.bfloat16()
         if book.global_scale is not None:
             second = book.global_scale.reshape(()).expand(e).contiguous()
         data = book.data.view(DENSE[format]) if format in DENSE else book.data
@@ -76,14 +79,15 @@ class Call:
 
 
 def make_call(shape: LayerShape, ids: Tensor, weights: Tensor, device: str) -> Call:
-    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows; hidden rows are in pair order."""
+    """Plan one routing (ids int32 [T, K]) for fresh Gaussian bf16 rows; hidden rows are in pair order. Chunks are said
+    to hold as many rows as T allows, as a plan made on the device says."""
     t, k = ids.shape
     expert, order = ids.cpu().flatten().sort(stable=True)
     chunks, first = [], 0
     for e, n in zip(*(v.tolist() for v in expert.unique_consecutive(return_counts=True)), strict=True):
         chunks += [(e, first + i, min(8, n - i)) for i in range(0, n, 8)]
         first += n
-    most = next(n for n in (1, 2, 4, 8) if n >= max(n for _, _, n in chunks))
+    most = next(n for n in (1, 2, 4, 8) if n >= min(t, 8))
     table = torch.tensor(chunks, dtype=torch.int32, device=device)
     own = torch.arange(t * k, dtype=torch.int32, device=device)
     hidden, y = (torch.full((t * k, n), float("nan"), dtype=torch.bfloat16, device=device)
@@ -100,29 +104,28 @@ def rows_of(x: Tensor, layer: Layer) -> Rows:
     return Rows(*quantize_fp8.quantize_fp8(x)) if layer.fp8 else Rows(x)
 
 
-def gated(c: Call, w: Layer, tile: FloatTile | None = None, early: gf.Early = "") -> None:
-    """c.hidden [P, F]."""
-    biases = {"gate_bias": w.biases[0], "up_bias": w.biases[1]}
-    gf.gemv_float_gated(
-        rows_of(c.x, w), c.up_pairs, w.gate, w.up, c.hidden, how=w.how, tile=tile, early=early, **biases
-    )
+def gated(c: Call, w: Layer, tile: FloatTile | None = None, early: gf.Early = "", rows: Rows | None = None) -> None:
+    """c.hidden [P, F]. `rows`: those of c.x, where they are made already."""
+    more = {"how": w.how, "tile": tile, "early": early, "gate_bias": w.biases[0], "up_bias": w.biases[1]}
+    gf.gemv_float_gated(rows or rows_of(c.x, w), c.up_pairs, w.gate, w.up, c.hidden, **more)
 
 
-def down(c: Call, w: Layer, tile: FloatTile | None = None, early: gf.Early = "") -> None:
-    """c.y [P, D] in token order."""
-    gf.gemv_float(rows_of(c.hidden, w), c.down_pairs, w.down, c.y, bias=w.biases[2], tile=tile, early=early)
+def down(c: Call, w: Layer, tile: FloatTile | None = None, early: gf.Early = "", rows: Rows | None = None) -> None:
+    """c.y [P, D] in token order. `rows`: those of c.hidden, where they are made already."""
+    bias = w.biases[2]
+    gf.gemv_float(rows or rows_of(c.hidden, w), c.down_pairs, w.down, c.y, bias=bias, tile=tile, early=early)
 
 
 def weighted_sum(c: Call) -> Tensor:
     """[T, D]."""
-    return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
+    return combine.combine(c.y.view(*c.ids.shape, -1), c.weights, pdl=backend.has_early_start(c.x.device))
 
 
-def run(c: Call, w: Layer, *, early: bool = False) -> Tensor:
-    """The routed layer [T, D], bf16, in three launches (five with e4m3 activations); `early`: products start while the
-    launch before still runs."""
-    gated(c, w, early="launch" if early else "")
-    down(c, w, early="weights" if early and not w.fp8 else "")
+def run(c: Call, w: Layer) -> Tensor:
+    """The routed layer [T, D], bf16, in three launches (five with e4m3 activations), each of which starts while the
+    one before still runs, where the GPU can."""
+    gated(c, w, early="launch")
+    down(c, w, early="weights")
     return weighted_sum(c)
 
 
@@ -144,18 +147,26 @@ def exact(c: Call, w: Layer) -> Tensor:
     return out
 
 
-def check(shape: LayerShape, w: Layer, tokens: int, seed: int, device: str) -> tuple[float, list[str]]:
-    """On a fresh input, into poisoned outputs: NMSE against `exact`, and the steps whose bits differ from the torch
-    reference (the products; hidden rows meet theirs within fp32's `exp`, so they are compared as products)."""
+def distance(shape: LayerShape, w: Layer, tokens: int, seed: int, device: str) -> float:
+    """NMSE against `exact` of a fresh input's layer, in poisoned buffers."""
     c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
-    out, wrong = run(c, w), []
-    made = {}
+    return _nmse(run(c, w), exact(c, w))
+
+
+def check(shape: LayerShape, w: Layer, tokens: int, seed: int, device: str) -> tuple[float, list[str]]:
+    """`distance`, and the steps whose bits differ from the torch reference (the products; hidden rows meet theirs
+    within fp32's `exp`, so they are compared as products)."""
+    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
+    whole, wrong, made = run(c, w), [], {}
     for name, op in (("kernel", gf.gemv_float), ("reference", gf.gemv_float_ref)):
         g, u = torch.full_like(c.hidden, float("nan")), torch.full_like(c.hidden, float("nan"))
-        op(rows_of(c.x, w), c.up_pairs, w.gate, g, bias=w.biases[0])
-        op(rows_of(c.x, w), c.up_pairs, w.up, u, bias=w.biases[1])
-        y = torch.full_like(c.y, float("nan"))
-        op(rows_of(c.hidden, w), c.down_pairs, w.down, y, bias=w.biases[2])
+        y, into = torch.full_like(c.y, float("nan")), c.up_pairs._replace(to=c.down_pairs.row_of)
+        for rows, pairs, weight, bias, out in (
+            (rows_of(c.x, w), into, w.gate, w.biases[0], g),
+            (rows_of(c.x, w), into, w.up, w.biases[1], u),
+            (rows_of(c.hidden, w), c.down_pairs, w.down, w.biases[2], y),
+        ):
+            op(rows, pairs, weight, out, bias=bias, early="weights")
         made[name] = g, u, y
     for what, a, b in zip(("gate", "up", "down"), made["kernel"], made["reference"], strict=True):
         wrong += [] if torch.equal(a, b) else [what]
@@ -165,5 +176,9 @@ def check(shape: LayerShape, w: Layer, tokens: int, seed: int, device: str) -> t
     g, u, _ = made["kernel"]
     own = activation.swiglu(g, u, limit=w.how.limit, limit_mode=w.how.limit_mode, alpha=w.how.alpha)
     wrong += [] if torch.equal(own, c.hidden) else ["gated"]
-    target = exact(c, w).double()
-    return float((out.double() - target).square().sum() / target.square().sum()), wrong
+    return _nmse(whole, exact(c, w)), wrong
+
+
+def _nmse(out: Tensor, target: Tensor) -> float:
+    far = (out.double() - target.double()).square().sum()
+    return float(far / target.double().square().sum())

@@ -9,11 +9,13 @@ from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float import tiles
 from moe_lab_kernels.gemv_float.operands import Bias, Pairs, Rows
 from moe_lab_kernels.gemv_float.tiles import FloatTile
+from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support import float_cases as fc
 from tests.support import float_layers as fl
-from tests.support.kernel_cases import nmse, same_bits
+from tests.support.kernel_cases import Guarded, nmse, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +23,7 @@ pytestmark = [
 ]
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 8, 1)  # the last two are a group of nine
-TILES = [FloatTile(8, 8, 4), FloatTile(4, 8, 2, registers=128)]
+TILES = [FloatTile(8, 8, 4), tiles.DOWN_ONE_TALL, tiles.DOWN_MANY_FULL, tiles.GATE_MANY]
 
 
 def cases() -> list[tuple[str, int]]:
@@ -72,6 +74,22 @@ def test_no_tile_and_no_early_start_changes_a_bit(format: str, tile: FloatTile) 
     want = fc.product(gf.gemv_float_ref, rows, pairs, w, F16, bias=bias).view
     for early in ("", "launch", "weights"):
         assert same_bits(fc.product(gf.gemv_float, rows, pairs, w, F16, bias=bias, tile=tile, early=early).view, want)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4_oss", "nvfp4_ct", "int4_g64", "q3_k"])
+def test_addresses_give_the_bits_of_an_arena(format: str) -> None:
+    w = fc.on(fc.weight(format, 70, 2304, 3), "cuda")
+    rows, pairs = fc.rows_of(9, 2304, BF16, "cuda"), fc.pairs_of(SIZES, 9, "cuda", slots=3)
+    apart = {}
+    for name in ("data", "scales", "second"):
+        t = getattr(w, name)
+        whole = t is None or t.ndim != 3
+        apart[name] = t if whole else PointerTable.of([t[:1].clone(), t.repeat(2, 1, 1)[1::3][:1], t[2:].clone()])
+    want = fc.product(gf.gemv_float, rows, pairs, w)
+    out = Guarded(tuple(want.view.shape), F32, "cuda")
+    gf.gemv_float(rows, pairs, w._replace(**apart), out.view)
+    assert same_bits(out.view, want.view)
+    assert out.intact()
 
 
 def test_codes_of_every_byte() -> None:

@@ -1,5 +1,7 @@
 """The float GEMV has its reference's bits: every format, chunks of 1 to 9 rows, any tile; and what it refuses."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from moe_lab.errors import LabError, LabTypeError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv import chunk_bias
 from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float import tiles
 from moe_lab_kernels.gemv_float.operands import Bias, Gate, Pairs, Rows
 from moe_lab_kernels.gemv_float.ref import values_ref
 from moe_lab_kernels.gemv_float.tiles import FloatTile
@@ -47,6 +50,17 @@ def test_every_kind_of_row(format: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tile", fc.TILES, ids=lambda t: f"{t.rows}x{t.sums}-{t.shared}")
 def test_no_tile_changes_a_bit(tile: FloatTile) -> None:
     same(fc.rows_of(5, 512, BF16), fc.pairs_of((1, 7), 5), fc.weight("bf16", N, 512), tile=tile)
+
+
+def test_the_cut_follows_sizes() -> None:
+    """qwen3's programs of down have no place all at once in four rows, gpt-oss's do; mixtral's chunks share codes."""
+    cut = functools.partial(tiles.tile_for, "bf16", on="cuda", device=torch.device("cpu"))
+    assert cut(2048, 8, 8, 1, gated=False) == tiles.DOWN_ONE_TALL
+    assert cut(2880, 4, 4, 1, gated=False) == tiles.DOWN_ONE
+    assert cut(2048, 64, 64, 8, gated=False) == tiles.DOWN_MANY
+    assert cut(4096, 8, 16, 8, gated=False) == tiles.DOWN_MANY_FULL
+    assert tiles.tile_for("iq4_nl", 2048, 8, 8, 1, gated=False, on="cuda", device=torch.device("cpu")) == tiles.DOWN_ONE
+    assert (cut(768, 8, 8, 1, gated=True), cut(768, 64, 64, 8, gated=True)) == (tiles.GATE_ONE, tiles.GATE_MANY)
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8_g32"])

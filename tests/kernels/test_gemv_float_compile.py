@@ -23,7 +23,8 @@ def compiled() -> dict[str, dict]:
 
 
 def test_every_form_is_machine_code(compiled: dict[str, dict]) -> None:
-    assert len(compiled) == 10
+    assert len(compiled) == 12
+    assert {v["registers"] for v in compiled.values()} == {80, 96, 128}, "each tile that is used"
     assert {v["target"] for v in compiled.values()} <= {"sm_90", "sm_90a"}
     assert all(v["waits"] for v in compiled.values()), "early starts wait for the kernel before"
 
@@ -45,6 +46,5 @@ def test_arithmetic_is_what_the_reference_does(compiled: dict[str, dict]) -> Non
         assert not facts["tf32"], name
 
 
-def test_loops_touch_no_shared_memory(compiled: dict[str, dict]) -> None:
-    """At most the sums of down's four rows turn round to be stored."""
-    assert all(facts["shared"] <= (0 if "gated" in name else 4) for name, facts in compiled.items())
+def test_sums_stay_in_the_threads_that_make_them(compiled: dict[str, dict]) -> None:
+    assert {name: facts["shared"] for name, facts in compiled.items() if facts["shared"]} == {}

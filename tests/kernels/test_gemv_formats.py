@@ -60,6 +60,23 @@ def test_bits_of_the_reference_in_both_orders(format: str) -> None:
     assert same_bits(run(gemv.gemv, lane_rows.quantize_lanes(x, format), w, chunks, format), want)
 
 
+# rows of the chunks that meet each width: together 1 to 9, nine being a chunk of eight and one of one
+CHUNKS = {256: [2, 3, 6, 8, 1], 704: [4], 2304: [5], 2880: [7]}
+CHUNKS_OF_256 = {256: [2, 3, 4, 6, 7, 8, 1], 2304: [5]}
+ALLOWED = [(f, kd) for f in GEMV_FORMATS for kd in (CHUNKS_OF_256 if BLOCKS[f].values == 256 else CHUNKS)]
+
+
+@pytest.mark.parametrize(("format", "kd"), ALLOWED, ids=str)
+def test_bits_of_the_reference_for_one_to_nine_rows(format: str, kd: int) -> None:
+    counts = (CHUNKS_OF_256 if BLOCKS[format].values == 256 else CHUNKS)[kd]
+    case = gemv_case(format, 2, kd, counts, slots=1, x_rows=3)
+    case.rows = (*case.rows, case.rows[1] * 5)  # totals, of which any will do
+    got, want = case.run(), case.run(gemv.gemv_ref)
+    assert same_bits(got.view, want.view)
+    assert got.intact()
+    assert got.view.isfinite().all(), "a poisoned element was not written"
+
+
 @pytest.mark.parametrize("format", ["q2_k", "q3_k", "q8_0"])
 def test_lane_order_does_not_show(format: str) -> None:
     x, w, chunks = operands(format, 768)

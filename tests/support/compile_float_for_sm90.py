@@ -1,65 +1,105 @@
-"""Compile the float GEMV, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`."""
+"""Compile the float GEMV, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`.
+
+python tests/support/compile_float_for_sm90.py           what the tests ask for, as JSON
+python tests/support/compile_float_for_sm90.py --all     a table of every format in every tile that is used
+"""
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 
 import torch
 from triton.runtime import driver
 
 from moe_lab_kernels import backend
 from moe_lab_kernels.gemv_float import gemv_float as gf
+from moe_lab_kernels.gemv_float import tiles
 from moe_lab_kernels.gemv_float.operands import Gate, Pairs, Rows
+from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.grouped.operands import Weight
+from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support.compile_for_sm90 import Hopper, facts
 from tests.support.float_cases import weight
 
-ONE = ("bf16", "fp8_block", "mxfp4_oss", "nvfp4_modelopt", "int4_g64")
-MANY = ("bf16", "mxfp4_oss", "int8_g64")
+# (gated, most rows of a chunk, tile)
+USED = {
+    "gated-rows1": (True, 1, tiles.GATE_ONE),
+    "down-rows1": (False, 1, tiles.DOWN_ONE),
+    "down-rows1-tall": (False, 1, tiles.DOWN_ONE_TALL),
+    "gated-rows8": (True, 8, tiles.GATE_MANY),
+    "down-rows8": (False, 8, tiles.DOWN_MANY),
+    "down-rows8-full": (False, 8, tiles.DOWN_MANY_FULL),
+}
+# those nearest to their tile's registers, and one of each way of decoding
+TESTED = {
+    "bf16": ("gated-rows1", "down-rows1"),
+    "fp8_block": ("gated-rows8",),
+    "mxfp8": ("down-rows8-full",),
+    "mxfp4_oss": ("gated-rows1", "down-rows8", "gated-rows8"),
+    "nvfp4_modelopt": ("gated-rows1",),
+    "int4_g64": ("down-rows1-tall", "gated-rows8", "gated-rows1-table"),
+    "int8_g64": ("down-rows8-full",),
+}
 
 
-def variants():
-    """(name, format, gated, most rows of a chunk)."""
-    for format in ONE:
-        yield f"{format}-gated-rows1", format, True, 1
-    yield "bf16-down-rows1", "bf16", False, 1
-    yield "mxfp4_oss-down-rows8", "mxfp4_oss", False, 8
-    for format in MANY:
-        yield f"{format}-gated-rows8", format, True, 8
+def by_address(w: Weight) -> Weight:
+    """The slots in a table."""
+    parts = {name: getattr(w, name) for name in ("data", "scales", "second")}
+    return w._replace(**{name: t if t is None or t.ndim != 3 else PointerTable.of([t]) for name, t in parts.items()})
 
 
-def call(format: str, gated: bool, rows: int) -> None:
+def call(format: str, form: str) -> None:
     """Eight rows times weights [2, 64, 2048]."""
     w = weight(format, 64, 2048)
+    if form.endswith("-table"):
+        w = by_address(w)
+    gated, most, tile = USED[form.removesuffix("-table")]
     index, x = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 2048, dtype=torch.bfloat16)
-    pairs, out = (
-        Pairs(index, torch.zeros(3, 3, dtype=torch.int32), rows, index),
-        torch.zeros(8, 64, dtype=torch.bfloat16),
-    )
+    pairs = Pairs(index, torch.zeros(3, 3, dtype=torch.int32), most, index)
+    out = torch.zeros(8, 64, dtype=torch.bfloat16)
     if gated:
-        gf.gemv_float_gated(Rows(x), pairs, w, w, out, how=Gate(limit=7.0, limit_mode="oai"), early="launch")
+        how = Gate(limit=7.0, limit_mode="oai")
+        gf.gemv_float_gated(Rows(x), pairs, w, w, out, how=how, early="launch", tile=tile)
     else:
-        gf.gemv_float(Rows(x), pairs, w, out, early="weights")
+        gf.gemv_float(Rows(x), pairs, w, out, early="weights", tile=tile)
 
 
-def main() -> None:
+def compiled(variants: list[tuple[str, str]]) -> Iterator[tuple[str, dict]]:
+    """Each variant's name and facts."""
     driver.set_active(Hopper())
-    compiled = []
+    made = []
 
     def compile_only(kernel, grid, *args, device, **meta):
-        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
+        made.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
 
     backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
     backend.has_early_start = lambda device: True
-    out = {}
-    for name, format, gated, rows in variants():
-        call(format, gated, rows)
-        ptx = compiled[-1].asm["ptx"]
-        out[name] = facts(compiled[-1]) | {
-            "loads": sorted(set(re.findall(r"\bld\.global\.([\w.:]+)", ptx))),
-            "shared": len(re.findall(r"\bld\.shared", ptx)),
-            "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
-        }
-    print(json.dumps(out))
+    for format, form in variants:
+        call(format, form)
+        ptx = made[-1].asm["ptx"]
+        yield (
+            f"{format}-{form}",
+            facts(made[-1])
+            | {
+                "loads": sorted(set(re.findall(r"\bld\.global\.([\w.:]+)", ptx))),
+                "shared": len(re.findall(r"\bld\.shared", ptx)),
+                "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
+                "registers": int(re.search(r"\.maxnreg (\d+)", ptx)[1]),  # pyright: ignore[reportOptionalSubscript]
+            },
+        )
+
+
+def main() -> None:
+    if "--all" in sys.argv:
+        tall = (tiles.DOWN_ONE_TALL, tiles.DOWN_MANY)
+        used = [(f, form) for f in WALKS for form in USED if not (f in tiles.NO_TALL and USED[form][2] in tall)]
+        for name, known in compiled(used):
+            print(
+                f"{name:32s} cap {known['registers']:3d} stack {known['stack']:4d} shared {known['shared']}", flush=True
+            )
+        return
+    print(json.dumps(dict(compiled([(format, form) for format, forms in TESTED.items() for form in forms]))))
 
 
 if __name__ == "__main__":

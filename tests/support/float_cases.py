@@ -17,7 +17,7 @@ from tests.support.raw_blocks import plain_rows
 
 WIDTHS = (256, 704, 2304, 2880)
 # rows of the chunks that meet each width: together 1 to 9, a chunk of 9 being one of 8 and one of 1
-CHUNKS = {256: (1, 2, 8, 1), 704: (3, 4), 2304: (5, 6), 2880: (7, 8)}
+CHUNKS = {256: (2, 3, 8, 1), 704: (1, 4), 2304: (5, 6), 2880: (7, 8)}
 # one format for each way of decoding; every format meets the width 256
 DECODERS = ("bf16", "fp8_block", "mxfp4_oss", "nvfp4_ct", "int4_g32", "int8_g64", "q3_k", "q8_0")
 

@@ -11,14 +11,14 @@ Reads N * row_bytes a chunk (twice that when gated) and Kd values a pair from th
 sums in the order that `gemv_float.body` states: a row's bits depend on its own activations and weights alone, not on
 the chunk, P, the tile or the machine; `ref` has the same. Gate, up and h are rounded to out's dtype where a
 store would round them, so the gated form has the bits of two products and an activation (which meets its reference
-within fp32's `exp`).
+within fp32's `exp`). Weights, and what of their scales has rows, lie in arenas or (all of them) in tables of addresses.
 
 Knows nothing about experts, routing or residency. Pairs in no chunk keep what `out` held before; a chunk without rows,
 or with a slot outside 0..S-1, writes nothing (tables made on a device are padded with such).
 """
 # pyright: reportGeneralTypeIssues=false
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,15 +26,16 @@ from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import gdc_launch_dependents, gdc_wait, jit, tl
-from moe_lab_kernels.gemv_float.body import lane_sums
+from moe_lab_kernels.gemv_float.body import fetch_both, lane_sums
 from moe_lab_kernels.gemv_float.operands import Bias, Gate, Pairs, Rows, check_call, check_gated, exact_products
 from moe_lab_kernels.gemv_float.ref import matvec_ref
-from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.gemv_float.steps import WALKS, finished
 from moe_lab_kernels.gemv_float.tiles import FloatTile, tile_for
 from moe_lab_kernels.grouped.operands import Weight
-from moe_lab_kernels.primitives import offset64, round_to, to_f32
+from moe_lab_kernels.primitives import folded_row, offset64, round_to, to_f32
 from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, gated_value
+from moe_lab_kernels.slots.pointer_table import Weights, is_pointers, operand, typed_base
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS
 
@@ -53,24 +54,36 @@ def _strip(x, x_scale, row_of, out_row, pair_weight, w, scale, second, v, v_scal
            SHARED: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, RUNS: tl.constexpr,
            PERIOD: tl.constexpr, EXACT: tl.constexpr, X_SCALED: tl.constexpr, EARLY: tl.constexpr,
            NATIVE: tl.constexpr):  # fmt: skip
-    """B weight rows from n0 on, times up to R rows of one chunk. Axes: x row, weight row, lane."""
+    """B weight rows from n0 on, times up to R rows of one chunk. Axes: x row, weight row, lane. The first weights are
+    asked for before anything that waits: for the kernel before (EARLY = "weights"), or for the number of a row of x."""
+    n_row = n0 + tl.arange(0, B)[None, :, None]
+    held = tl.minimum(n_row, N - 1)  # rows past N are read again and not stored
+    w, v = w + offset64(held, w_row), v + offset64(held, w_row)
+    u = tl.minimum(tl.arange(0, 32)[None, None, :], units - 1)
+    ready = fetch_both(w, scale, second, v, v_scale, v_second, held, u, s_row, g_row, GATED, FORMAT, CODE, SECOND,
+                       GROUP, SHARED, RUNS)  # fmt: skip
+    if EARLY == "weights":
+        gdc_wait()
+        gdc_launch_dependents()
     p = first + tl.arange(0, R)[:, None, None]
     mine = (p < first + n) & (p >= 0) & (p < n_pairs)
     row = tl.load(row_of + p, mask=mine, other=-1)
     known = (row >= 0) & (row < n_x)
     row = tl.where(known, row, 0)
-    n_row = n0 + tl.arange(0, B)[None, :, None]
-    held = tl.minimum(n_row, N - 1)  # rows past N are read again and not stored
-    of_x, of_scale = x + offset64(row, x_row), x_scale + offset64(row, xs_row)
-    acc, acc2 = lane_sums(of_x, of_scale, w + offset64(held, w_row), scale, second,
-                      v + offset64(held, w_row), v_scale, v_second, held, known, units, s_row, g_row, R, B, GATED,
-                      FORMAT, CODE, SCALE, SECOND, GROUP, SHARED, BYTES, BLOCK, PER_BLOCK, RUNS, PERIOD, EXACT,
-                      X_SCALED, EARLY, NATIVE)  # fmt: skip
+    acc, acc2 = lane_sums(x + offset64(row, x_row), x_scale + offset64(row, xs_row), ready, w, scale, second, v,
+                          v_scale, v_second, held, known, units, s_row, g_row, R, B, GATED, FORMAT, CODE, SCALE,
+                          SECOND, GROUP, SHARED, BYTES, BLOCK, PER_BLOCK, RUNS, PERIOD, EXACT, X_SCALED,
+                          NATIVE)  # fmt: skip
+    acc = finished(acc, second, CODE, SECOND)
+    of_lane, first_with_it = folded_row(B, 32)
+    n_row = n0 + of_lane
+    held = tl.minimum(n_row, N - 1)
     if BIAS:
         acc = acc + to_f32(tl.load(bias + held))
     stored: tl.constexpr = out.dtype.element_ty
     result = round_to(acc, stored)
     if GATED:
+        acc2 = finished(acc2, v_second, CODE, SECOND)
         if BIAS:
             acc2 = acc2 + to_f32(tl.load(bias2 + held))
         g, u = to_f32(result), to_f32(round_to(acc2, stored))
@@ -81,8 +94,7 @@ def _strip(x, x_scale, row_of, out_row, pair_weight, w, scale, second, v, v_scal
     to = p
     if SCATTER:
         to = tl.load(out_row + p, mask=mine, other=0)
-    lane = tl.arange(0, 32)[None, None, :]
-    tl.store(out + offset64(to, out_stride) + n_row + 0 * lane, result, mask=mine & (n_row < N) & (lane == 0))
+    tl.store(out + offset64(to, out_stride) + n_row, result, mask=mine & (n_row < N) & first_with_it)
 
 
 # Strides of rows and slots and addresses are specialised: they say how wide a load may be.
@@ -112,19 +124,24 @@ def _gemv_float(x, x_scale, row_of, out_row, pair_weight, chunks, bias_of, w, w_
                 SCALE: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
                 BYTES: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, RUNS: tl.constexpr,
                 PERIOD: tl.constexpr, EXACT: tl.constexpr, X_SCALED: tl.constexpr, TOGETHER: tl.constexpr,
-                ROWS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (chunk, tile of rows); chunks on grid x because y and z stop at 65,535."""
+                ROWS: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, TABLE: tl.constexpr, ELEMENT: tl.constexpr,
+                SCALE_TYPE: tl.constexpr, BIAS_TYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Program = (chunk, tile of rows); chunks on grid x because y and z stop at 65,535. TABLE: weights are addresses of
+    their slots, and so is what of their scales has rows; ELEMENT, SCALE_TYPE, BIAS_TYPE: what lies there."""
     if EARLY == "launch":
         gdc_wait()
         gdc_launch_dependents()
     chunk, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(chunks + 3 * chunk)
     first, n = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
-    if (slot < 0) | (slot >= n_slots):
-        n = 0
-    w, v = w + offset64(slot, w_slot), v + offset64(slot, w_slot)
-    w_scale, v_scale = w_scale + offset64(slot, s_slot), v_scale + offset64(slot, s_slot)
-    w_second, v_second = w_second + offset64(slot, g_slot), v_second + offset64(slot, g_slot)
+    there = (slot >= 0) & (slot < n_slots)
+    slot, n = tl.where(there, slot, 0), tl.where(there, n, 0)
+    wide: tl.constexpr = 16 if BYTES == 0 else 1  # pyright: ignore[reportAssignmentType]
+    w, v = typed_base(w, slot, w_slot, TABLE, ELEMENT, wide), typed_base(v, slot, w_slot, TABLE, ELEMENT, wide)
+    w_scale = typed_base(w_scale, slot, s_slot, TABLE and SCALE != "", SCALE_TYPE, 1)
+    v_scale = typed_base(v_scale, slot, s_slot, TABLE and SCALE != "", SCALE_TYPE, 1)
+    w_second = typed_base(w_second, slot, g_slot, TABLE and SECOND == "bias", BIAS_TYPE, 1)
+    v_second = typed_base(v_second, slot, g_slot, TABLE and SECOND == "bias", BIAS_TYPE, 1)
     if BIAS:
         whose = slot
         if BIAS_OF:
@@ -251,13 +268,18 @@ def _sums_ref(rows: Rows, pairs: Pairs, w: Weight, bias: Bias | None) -> list[tu
     return made
 
 
+def _element(t: Weights | None) -> Any:
+    """The kernels' name for what lies at a table's addresses; None where there is no table."""
+    return getattr(tl, str(t.dtype).removeprefix("torch.")) if t is not None and is_pointers(t) else None
+
+
 def _launch(op: str, rows: Rows, pairs: Pairs, weights: tuple[Weight, Weight], out: Tensor,
             biases: tuple[Bias | None, Bias | None], how: Gate, mode: str, tile: FloatTile | None, *,
             gated: bool, early: str) -> Tensor:  # fmt: skip
     """Both operations of one body."""
     w, (bias, bias2), chunks = weights[0], biases, pairs.chunks
     of_bias = None if bias is None else bias.row_of
-    matrices = [t for m in weights for t in (m.data, m.scales, m.second)]
+    matrices = [operand(m.data if t is None else t) for m in weights for t in (m.data, m.scales, m.second)]
     named = {
         "x": rows.x,
         "x's scales": rows.scale,
@@ -271,7 +293,8 @@ def _launch(op: str, rows: Rows, pairs: Pairs, weights: tuple[Weight, Weight], o
     early = early if on == "cuda" and backend.has_early_start(out.device) else ""
     n, layout = w.data.shape[1], LAYOUTS.get(w.format)
     if tile is None:
-        tile = tile_for(w.format, n, pairs.max_rows, gated=gated, on=on)
+        counts = len(chunks), len(pairs.row_of), pairs.max_rows
+        tile = tile_for(w.format, n, *counts, gated=gated, on=on, device=out.device)
     tiles = -(-n // tile.rows)
     if tiles > MAX_GRID_Y:
         raise LabError(f"{op}: N={n} in tiles of {tile.rows} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")
@@ -285,7 +308,7 @@ def _launch(op: str, rows: Rows, pairs: Pairs, weights: tuple[Weight, Weight], o
         (len(chunks), tiles),
         *(x, x if rows.scale is None else rows.scale, pairs.row_of, pairs.row_of if pairs.to is None else pairs.to),
         *(out if how.weight is None else how.weight, chunks, chunks if of_bias is None else of_bias),
-        *(w.data if t is None else t for t in matrices),
+        *matrices,
         *(out if b is None else b.values for b in (bias, bias2)),
         *(out, n, w.kd // walk.block * walk.per_block, len(w.data), len(x), len(pairs.row_of)),
         *(0.0 if how.limit is None else float(how.limit), float(how.alpha), x.stride(0)),
@@ -294,7 +317,8 @@ def _launch(op: str, rows: Rows, pairs: Pairs, weights: tuple[Weight, Weight], o
         *(gated, bias is not None, of_bias is not None, how.weight is not None, pairs.to is not None),
         *(GELU_INNER, GELU_CUBE, how.gelu, mode, w.format, *kind, size, *walk),
         *(exact_products(x, w.format), rows.scale is not None, min(pairs.max_rows, tile.shared)),
-        *(tile.rows, tile.sums, early, backend.has_dp4a(on)),
+        *(tile.rows, tile.sums, early, is_pointers(w.data), *map(_element, (w.data, w.scales, w.second))),
+        backend.has_dp4a(on),
         device=out.device,
         num_warps=tile.warps,
         maxnreg=tile.registers,

@@ -10,6 +10,7 @@ from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_row
 from moe_lab_kernels.gemv_float.steps import WALKS
 from moe_lab_kernels.grouped.operands import Weight, alike
 from moe_lab_kernels.rows.activation import limit_of
+from moe_lab_kernels.slots.pointer_table import as_tensor, is_pointers
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS, row_bytes, scale_shape
 
@@ -17,6 +18,7 @@ DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 E4M3 = torch.float8_e4m3fn
 X_GROUP = 128  # e4m3 activations that share a scale
 MAX_CHUNK_ROWS = 8
+TABLE_ALIGNMENT = 16  # of addresses in a table, where loads are wide: kernels are told of it
 
 
 class Rows(NamedTuple):
@@ -138,10 +140,14 @@ def _check_rows(op: str, rows: Rows, kd: int) -> None:
 def _check_weight(op: str, w: Weight) -> None:
     """Shapes of a weight's parts, and the addresses its loads need."""
     why = served(w.format, w.kd)
-    if why is None and not isinstance(w.data, Tensor):
-        why = "slots are not found by address here; take shared='main' or q8_1 activations"
     if why is not None:
         raise LabError(f"{op}: {why}.")
+    table = is_pointers(w.data)
+    if table and w.format not in BLOCKS and w.data.data_ptr() % TABLE_ALIGNMENT:
+        raise LabError(
+            f"{op}: the addresses of {w.format} slots are multiples of {TABLE_ALIGNMENT} bytes, of these only of "
+            f"{w.data.data_ptr() & -w.data.data_ptr()}."
+        )
     if w.format in DENSE:
         expect(op, "w", w.data, [DENSE[w.format]], ["S", "N", w.kd])
         expect_rows(op, "w", w.data)
@@ -161,6 +167,8 @@ def _check_weight(op: str, w: Weight) -> None:
     ):
         if (t is None) != (name == "second" and layout.second == "none"):
             raise LabError(f"{op}: {w.format} wants {'no' if t is not None else 'a'} {name}.")
+        if t is not None and (is_pointers(t) != table) and (name == "scales" or bias):
+            raise LabError(f"{op}: of w and its {name} one is a tensor, one a table of addresses; wanted two alike.")
         if t is not None:
-            expect(op, name, t, dtypes, wanted)
-            expect_rows(op, name, t)
+            expect(op, name, as_tensor(t), dtypes, wanted)
+            expect_rows(op, name, as_tensor(t))

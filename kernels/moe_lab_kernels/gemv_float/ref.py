@@ -46,23 +46,25 @@ def matvec_ref(rows: Rows, index: Tensor, known: Tensor, w: Weight, slot: int) -
             acc = _chain(acc, v[:, :, step], x[:, :, step])
         return _fold(acc)
     v = _codes(w.data[slot], layout)[:, order][None]
-    dot = _chain(torch.zeros((), device=x.device), v, x)
-    step, bias = _steps(w, slot, layout, order)
-    dot = dot / torch.full_like(dot, CODE_PARTS[layout.code])
-    if rows.scale is not None:
-        own = torch.where(known[:, None], rows.scale[index], 0.0)[:, order[:, 0] // X_GROUP]
-        step = step * own[:, None]
-    add = dot * step
+    zero = torch.zeros((), device=x.device)
+    if layout.code == "u4":
+        dot = _chain(zero, v[..., ::2], x[..., ::2]) + _chain(zero, v[..., 1::2], x[..., 1::2])
+    else:
+        dot = _chain(zero, v, x)
+    scale, bias = _scales(w, slot, layout, order)
+    add = dot * scale
     if bias is not None:
         sums = x[..., 0]
         for i in range(1, x.shape[-1]):
             sums = sums + x[..., i]
-        add = add + sums * bias
+        add = add + (sums * CODE_PARTS[layout.code]) * bias
+    if rows.scale is not None:
+        add = add * torch.where(known[:, None], rows.scale[index], 0.0)[:, None, order[:, 0] // X_GROUP]
     add = lanes(add[..., None])[..., 0]
     acc = torch.zeros_like(add[:, :, 0])
     for i in range(steps):
         acc = acc + add[:, :, i]
-    return _fold(acc)
+    return _finished(_fold(acc), w, slot, layout)
 
 
 def values_ref(w: Weight, slot: int) -> Float32[Tensor, "N Kd"]:
@@ -105,16 +107,20 @@ def _codes(data: Tensor, layout: ScaledLayout) -> Tensor:
     return read(data) * CODE_PARTS[layout.code]
 
 
-def _steps(w: Weight, slot: int, layout: ScaledLayout, order: Tensor) -> tuple[Tensor, Tensor | None]:
+def _scales(w: Weight, slot: int, layout: ScaledLayout, order: Tensor) -> tuple[Tensor, Tensor | None]:
     """Each unit's scale and, of affine formats, bias: fp32 [N, units]."""
     assert w.scales is not None
     n = w.data.shape[1]
     row = torch.arange(n, device=order.device)[:, None] // layout.rows
     group = order[:, 0] // layout.group
-    step = {"e4m3": e4m3_values, "e8m0": e8m0_values, "float": torch.Tensor.float}[layout.scale](w.scales[slot])
-    step = step[row, group]
+    scale = {"e4m3": e4m3_values, "e8m0": e8m0_values, "float": torch.Tensor.float}[layout.scale](w.scales[slot])
+    bias = w.second[slot].float()[row, group] if layout.second == "bias" else None  # type: ignore[index]
+    return scale[row, group], bias
+
+
+def _finished(sums: Tensor, w: Weight, slot: int, layout: ScaledLayout) -> Tensor:
+    """Rows' sums made whole, and the slot's global scale put on."""
+    sums = sums / torch.full_like(sums, CODE_PARTS[layout.code])
     if layout.second == "multiplier":
-        step = step * w.second[slot]  # type: ignore[index]
-    elif layout.second == "divisor":
-        step = step / w.second[slot]  # type: ignore[index]
-    return step, w.second[slot].float()[row, group] if layout.second == "bias" else None  # type: ignore[index]
+        return sums * w.second[slot]  # type: ignore[index]
+    return sums / w.second[slot] if layout.second == "divisor" else sums  # type: ignore[index]

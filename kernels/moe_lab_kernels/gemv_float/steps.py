@@ -7,17 +7,19 @@ A format contributes one branch of `fetch` (what is loaded, a step ahead of its 
 knows it. A lane's sum becomes
 
     floats, blocks     acc + w_0 x_0 + w_1 x_1 + ..             w: the values of the decoding kernels
-    separate scales    acc + step * (c_0 x_0 + c_1 x_1 + ..)    c: the codes' numbers; step: scale (times or over the
-                                                                global one) times the activations' own
-    affine             acc + (step * (c_0 x_0 + ..) + bias * (x_0 + x_1 + ..))
+    separate scales    acc + scale * (c_0 x_0 + c_1 x_1 + ..)   c: the codes' numbers
+    affine             acc + (scale * (c_0 x_0 + ..) + bias * (x_0 + x_1 + ..))
+    of 4 bits          the dot is (c_0 x_0 + c_2 x_2 + ..) + (c_1 x_1 + c_3 x_3 + ..)
 
-from left to right. Where every product is exact in fp32 (codes or halves times halves or e4m3) it is fused into its
-addition, which changes no bit; elsewhere product and addition are rounded apart. (Products below 2^-126 are not exact:
-bits are promised for activations of at least 2^-100, or 0.) Codes become fp16 bits two at a time, in whose lowest
-places E2M1 is 2^-14 of its value and an integer 2^-24 of itself; one conversion a code makes fp32 of them, and the dot
-is made whole at its end: 2.4 (E2M1), 1.9 (4-bit integers), 1.75 (bytes) and 1.5 (E4M3) instructions a weight.
+from left to right; a unit's part is multiplied by the activations' own scale where they have one, a row's sum by (or
+over) the slot's global scale. Where every product is exact in fp32 (codes or halves times halves or e4m3) it is fused
+into its addition, which changes no bit; elsewhere product and addition are rounded apart. (Products below 2^-126 are
+not exact: bits are promised for activations of at least 2^-100, or 0.) Codes become fp16 bits two at a time, in whose
+lowest places E2M1 is 2^-14 of its value and an integer 2^-24 of itself; one conversion a code makes fp32 of them, and
+the row's sum is made whole at its end: 2.4 (E2M1), 1.6 (4-bit integers), 1.5 (bytes, E4M3) instructions a weight.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 
 from typing import NamedTuple
 
@@ -53,17 +55,21 @@ def _pairs(pair: str, first: int, second: int) -> str:
 
 
 def _nibbles_of() -> str:
-    """PTX of the eight nibbles of $8, 2^-24 of each: codes i and i + 4 are a pair."""
-    body = "".join(f"shr.b32 t, a, {4 * i}; and.b32 t, t, 0x000F000F; " + _pairs("t", i, i + 4) for i in range(4))
-    return "{ .reg .b32 a, t; .reg .b16 p, q; mov.b32 a, $8; " + body + "}"
+    """PTX of the eight nibbles of $8, 2^-24 of each even one and 2^-20 of each odd one: codes i and i + 4 are a pair,
+    and odd ones are masked where they lie."""
+    body = "shr.b32 s, a, 8; "
+    for i in range(4):
+        mask = "0x00F000F0" if i % 2 else "0x000F000F"
+        body += f"and.b32 t, {'s' if i >= 2 else 'a'}, {mask}; " + _pairs("t", i, i + 4)
+    return "{ .reg .b32 a, s, t; .reg .b16 p, q; mov.b32 a, $8; " + body + "}"
 
 
 def _bytes_of() -> str:
     """PTX of the eight bytes of $8 and $9, 2^-24 of each: codes i and i + 2 of a word are a pair."""
     body = ""
     for word in range(2):
-        body += f"and.b32 t, {'ab'[word]}, 0x00FF00FF; " + _pairs("t", 4 * word, 4 * word + 2)
-        body += f"shr.b32 t, {'ab'[word]}, 8; and.b32 t, t, 0x00FF00FF; " + _pairs("t", 4 * word + 1, 4 * word + 3)
+        body += f"prmt.b32 t, {'ab'[word]}, 0, 0x4240; " + _pairs("t", 4 * word, 4 * word + 2)
+        body += f"prmt.b32 t, {'ab'[word]}, 0, 0x4341; " + _pairs("t", 4 * word + 1, 4 * word + 3)
     return "{ .reg .b32 a, b, t; .reg .b16 p, q; mov.b32 a, $8; mov.b32 b, $9; " + body + "}"
 
 
@@ -87,6 +93,14 @@ def _e4m3_of() -> str:
     return "{ .reg .b32 a, b, t, s; .reg .b16 p, q; mov.b32 a, $8; mov.b32 b, $9; " + body + "}"
 
 
+def _e4m3_quad() -> str:
+    """PTX of the four E4M3 codes of $4."""
+    body = "mov.b32 {p, q}, $4; cvt.rn.f16x2.e4m3x2 t, p; cvt.rn.f16x2.e4m3x2 s, q; "
+    return "{ .reg .b32 t, s; .reg .b16 p, q; " + body + _pairs("t", 0, 1) + _pairs("s", 2, 3) + "}"
+
+
+_BF16_PAIR = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+_E4M3_QUAD = tl.constexpr(_e4m3_quad())
 _NIBBLES, _BYTES, _E2M1, _E4M3 = (tl.constexpr(v()) for v in (_nibbles_of, _bytes_of, _e2m1_of, _e4m3_of))
 _EIGHT_OF_ONE, _EIGHT_OF_TWO = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r"), tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 CODE_PARTS = {"e2m1": 2.0**-14, "u4": 2.0**-24, "u8": 2.0**-24, "e4m3": 1.0}  # of a code is its number
@@ -116,6 +130,14 @@ def chain(acc, w, x, EXACT: tl.constexpr):
 
 
 @jit
+def chain_of_four(acc, w, x, FIRST: tl.constexpr, EXACT: tl.constexpr):
+    """The same over numbers FIRST, FIRST + 2, .. alone."""
+    for i in tl.static_range(4):
+        acc = tl.fma(w[FIRST + 2 * i], x[FIRST + 2 * i], acc) if EXACT else acc + w[FIRST + 2 * i] * x[FIRST + 2 * i]
+    return acc
+
+
+@jit
 def run_start(u, j: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, RUNS: tl.constexpr,
               PERIOD: tl.constexpr):  # fmt: skip
     """The value at which run j of unit u of a row starts."""
@@ -124,11 +146,26 @@ def run_start(u, j: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, 
 
 
 @jit
-def x_run(x, start, there):
+def widened(v, NATIVE: tl.constexpr):
+    """fp32 of bf16, fp16, fp32 or E4M3 codes (uint8). Left to itself the compiler takes three instructions for two
+    bf16, and a dozen for an E4M3."""
+    if NATIVE and v.dtype == tl.bfloat16:
+        out = tl.inline_asm_elementwise(_BF16_PAIR, "=r,=r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+    elif NATIVE and v.dtype == tl.uint8:
+        out = tl.inline_asm_elementwise(_E4M3_QUAD, "=r,=r,=r,=r,r", [v], dtype=tl.float32, is_pure=True, pack=4)
+    elif v.dtype == tl.uint8:
+        out = e4m3_to_f32(v)
+    else:
+        out = to_f32(v)
+    return out
+
+
+@jit
+def x_run(x, start, there, NATIVE: tl.constexpr):
     """Eight activations from `start` on as fp32 [R, 1, 32] each; zeros where not `there`. x: pointers [R, 1, 1]."""
     at = (x + start)[:, :, :, None] + tl.arange(0, 8)[None, None, None, :]
     v = tl.load(tl.max_contiguous(at, [1, 1, 2, 8]), mask=there[:, :, :, None], other=0)
-    return eight(e4m3_to_f32(v) if v.dtype == tl.uint8 else to_f32(v))
+    return eight(widened(v, NATIVE))
 
 
 @jit
@@ -161,9 +198,10 @@ def fetch(w, scale, second, n_row, u, s_row, g_row, FORMAT: tl.constexpr, CODE: 
 def numbers(codes, runs, j: tl.constexpr, FORMAT: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
             NATIVE: tl.constexpr):  # fmt: skip
     """The eight numbers of run j as fp32 [1, B, 32] each: values of floats and blocks, else codes' numbers short of a
-    power of two (`CODE_PARTS`). codes: of `fetch`; runs: a block's values, where there are blocks."""
+    power of two (`CODE_PARTS`; odd ones of u4 are 16 times that). codes: of `fetch`; runs: a block's values, where
+    there are blocks."""
     if FORMAT == "f32" or FORMAT == "f16" or FORMAT == "bf16":
-        out = eight(to_f32(codes))
+        out = eight(widened(codes, NATIVE))
     elif CODE == "":
         out = eight(runs[j])
     elif CODE == "e4m3" or CODE == "u8":
@@ -180,18 +218,26 @@ def numbers(codes, runs, j: tl.constexpr, FORMAT: tl.constexpr, CODE: tl.constex
 
 
 @jit
-def scaled(dot, sums, stored, bias, second, x_step, CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr):
-    """What a unit adds to its lane's sum: its dot made whole and scaled, and of affine codes the bias times `sums`, the
-    sum of the unit's activations. x_step: the activations' own scales, or 1."""
-    step = _number_of(stored, SCALE)
-    if SECOND == "multiplier":
-        step = step * tl.load(second)
-    elif SECOND == "divisor":
-        step = tl.div_rn(step, tl.load(second))
-    whole: tl.constexpr = 1.0 if CODE == "e4m3" else (16384.0 if CODE == "e2m1" else 16777216.0)
-    out = (dot * whole) * (step * x_step)
+def scaled(dot, sums, stored, bias, x_step, CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr,
+           X_SCALED: tl.constexpr):  # fmt: skip
+    """What a unit adds to its lane's sum, as short of its number as its dot is: the dot scaled, and of affine codes the
+    bias times `sums`, the sum of the unit's activations. x_step: the activations' own scales."""
+    out = dot * _number_of(stored, SCALE)
     if SECOND == "bias":
-        out = out + sums * to_f32(bias)
+        part: tl.constexpr = 1.0 if CODE == "e4m3" else (6.103515625e-05 if CODE == "e2m1" else 5.9604644775390625e-08)
+        out = out + (sums * part) * to_f32(bias)
+    return out * x_step if X_SCALED else out
+
+
+@jit
+def finished(acc, second, CODE: tl.constexpr, SECOND: tl.constexpr):
+    """A row's sum made whole: `CODE_PARTS` taken off, and the slot's global scale put on."""
+    whole: tl.constexpr = 1.0 if CODE == "" or CODE == "e4m3" else (16384.0 if CODE == "e2m1" else 16777216.0)
+    out = acc * whole
+    if SECOND == "multiplier":
+        out = out * tl.load(second)
+    elif SECOND == "divisor":
+        out = tl.div_rn(out, tl.load(second))
     return out
 
 
@@ -248,15 +294,16 @@ def _of_byte(word, CODE: tl.constexpr):
 
 @jit
 def _of_nibbles(word, CODE: tl.constexpr, NATIVE: tl.constexpr):
-    """The eight nibbles of an int32, low ones first: u4 (2^-24 of each) or E2M1 (2^-14)."""
+    """The eight nibbles of an int32, low ones first: u4 (2^-24 of even ones, 2^-20 of odd ones) or E2M1 (2^-14)."""
     if NATIVE:
         how: tl.constexpr = _E2M1 if CODE == "e2m1" else _NIBBLES
         out = tl.inline_asm_elementwise(how, _EIGHT_OF_ONE, [word], dtype=(tl.float32,) * 8, is_pure=True, pack=1)
     else:
+        odd: tl.constexpr = 1.0 if CODE == "e2m1" else 16.0
         out = (
-            _of_nibble(word, CODE), _of_nibble(word >> 4, CODE), _of_nibble(word >> 8, CODE),
-            _of_nibble(word >> 12, CODE), _of_nibble(word >> 16, CODE), _of_nibble(word >> 20, CODE),
-            _of_nibble(word >> 24, CODE), _of_nibble(word >> 28, CODE),
+            _of_nibble(word, CODE), odd * _of_nibble(word >> 4, CODE), _of_nibble(word >> 8, CODE),
+            odd * _of_nibble(word >> 12, CODE), _of_nibble(word >> 16, CODE), odd * _of_nibble(word >> 20, CODE),
+            _of_nibble(word >> 24, CODE), odd * _of_nibble(word >> 28, CODE),
         )  # fmt: skip
     return out
 

@@ -1,0 +1,74 @@
+"""Decode arms where torch computes: every format, widths of 256 to 2,880, experts of 1 to 9 rows, both orders of the
+sum and both store modes against the reference within the table; tokens alone have their bits."""
+
+import pytest
+import torch
+
+import moe_lab as lab
+from moe_lab.arms import ARMS
+from moe_lab.errors import LabError, LabTypeError
+from moe_lab.execution.options import Options
+from moe_lab.formats import Planar, quantize
+from moe_lab.layer import MoELayer
+from moe_lab.parity import nmse
+from moe_lab.routing import Routing
+from moe_lab.spec import MoESpec, RouterSpec
+from moe_lab.tolerances import tol
+from moe_lab_kernels.gemv_float.steps import WALKS
+from moe_lab_kernels.storage.blocks import GEMV_FORMATS
+from tests.support import wide_layers as wl
+
+
+def test_the_cases_leave_nothing_out() -> None:
+    assert {n for rows in wl.ROWS for n in rows} == set(range(1, 10))
+    calls: dict[str, list[int]] = {}
+    for format, d, f, own in wl.cases():
+        calls.setdefault(format, []).extend(own)
+        assert (d, f) in wl.WIDTHS
+    assert all(set(own) == {0, 1, 2, 3} for own in calls.values())
+    assert set(calls) == set(WALKS) - {"q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"}, "others are decoded alone"
+    for format in ("bf16", "fp8_block", "mxfp4", "q8_0", "int4_g64", "nvfp4_ct"):
+        assert {n for c in wl.cases((format,)) for n in c[1:3]} == {256, 704, 2304, 2880}
+        assert {c[1] for c in wl.cases((format,))} == {c[2] for c in wl.cases((format,))}
+    assert [c[1:3] for c in wl.cases(("q2_k",))] == [(256, 2304), (2304, 256)]
+
+
+@pytest.mark.parametrize(("format", "d", "f", "calls"), wl.cases(), ids=str)
+def test_against_the_reference(format: str, d: int, f: int, calls: tuple[int, ...]) -> None:
+    layer, x = wl.make(format, d, f), wl.rows(d)
+    for call in calls:
+        options, routing = Options(**wl.SETTINGS[call]), wl.picks(call)
+        want = layer(x, "reference", routing=routing, options=options).out
+        got = layer(x, "gemv", routing=routing, options=options).out
+        assert nmse(got, want) <= tol(wl.row_of(format)), call
+        alone = Routing(routing.ids[:1], routing.weights[:1])
+        for arm in ("table",) if call % 2 else ("table", "per_token"):
+            assert torch.equal(layer(x[:1], arm, routing=alone, options=options).out, got[:1]), (arm, call)
+        if format in GEMV_FORMATS and call in (0, 3):
+            policy = layer(x, "gemv_mmq", routing=routing, options=options).out
+            assert nmse(policy, want) <= tol("mmq/layer" if 9 in wl.ROWS[call] else wl.row_of(format)), call
+    if calls[0] == 0:
+        assert torch.equal(layer(x, "per_token", routing=routing, options=options).out, got)
+
+
+def test_the_policy_needs_a_prefill_arm_for_the_format() -> None:
+    with pytest.raises(LabError, match="its part 'mmq'"):
+        wl.make("bf16", 256, 2880)(wl.rows(256), "gemv_mmq", routing=wl.picks(0))
+    assert ARMS["gemv_mmq"].ranges[0].rows == 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.wrong_types
+def test_planar_weights_are_refused_by_name() -> None:
+    """No arm reads planes; what they hold comes back with every bit."""
+    raw = quantize(torch.randn(3, 256, 256, generator=torch.Generator().manual_seed(1)), "q2_k")
+    planar, spec = Planar.from_raw(raw), MoESpec(RouterSpec(3, 1), 256, 256)
+    parts = {"router": torch.zeros(3, 256), "gate": raw, "up": planar, "down": raw}
+    with pytest.raises(
+        LabTypeError, match=r"up is a moe_lab.Planar .*wanted a float tensor or a QuantTensor; its .to_raw"
+    ):
+        MoELayer.from_tensors(spec, **parts)
+    one = Planar.from_raw(raw[0])
+    with pytest.raises(LabTypeError, match=r"q is a moe_lab\.Planar"):
+        lab.matmul(torch.zeros(1, 256), one, "gemv", "bf16")
+    x = torch.randn(2, 256)
+    assert torch.equal(lab.matmul(x, one.to_raw(), "gemv", "bf16"), lab.matmul(x, raw[0], "gemv", "bf16"))
