@@ -1,40 +1,51 @@
 """Decode timings on a CUDA GPU: whole routed layers at T = 1, 4, 8, every shape and pair of formats, against targets.
 
     PYTHONPATH=.:kernels python benchmarks/decode_layer_timings.py --out DIR [--models a,b] [--pairs q2_k+q3_k,..]
-        [--tokens 1,4,8] [--budget-ms 15] [--parts] [--sweep]
+        [--tokens 1,4,8] [--budget-ms 4] [--workers 12] [--cuts 1.4.96.1-4,..] [--parts] [--sweep]
 
-Every shape and pair is checked first: kernels against their torch references bit for bit, the layer's forms against
-each other, the layer against fp32 mathematics on the dequantised weights; fresh inputs, poisoned outputs; a wrong
-result has no time. Layers are timed by graph replay over rotating routings (moe_lab.bench.runner) in each form of
-`moe_lab.bench.gemv_layer`. The floor is the bytes that must move over the larger of the two bandwidths measured in the
-same run; the target is max(14 us, 2 floors) at T = 1 and 2 floors + 6 us above. `--parts` also times single kernels,
-`--sweep` also other tiles of them.
+First, in processes of their own: every pair of formats on a small shape, kernels against their torch references bit for
+bit, raw blocks and tiles, and the layer against fp32 mathematics (fresh inputs, poisoned outputs); beside them
+`--workers` processes compile what will be timed. Then in every cell: each token's bits against those of a call of its
+own, and at T = 1 fp32 mathematics again. A wrong result has no time. Layers are timed by graph replay over rotating
+routings (moe_lab.bench.runner) in the forms of `moe_lab.bench.gemv_layer`: together (raw blocks) and tiled. The floor
+is the bytes that must move over the larger of the two bandwidths measured in the same run; the target is max(14 us, 2
+floors) at T = 1 and 2 floors + 6 us above. `--cuts` also times the tiled form cut otherwise (tiles, warps, registers,
+shared rows, then down's tiles), `--parts` single kernels, `--sweep` other tiles of them.
 """
 
 import argparse
 import csv
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from moe_lab.bench import gemv_layer as gl
 from moe_lab.bench.runner import Timed, bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
+from moe_lab_kernels import backend
 from moe_lab_kernels.gemv import lane_rows
-from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.gemv.tiles import Tile, TileCut
 from moe_lab_kernels.rows import activation
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3-like", "mixtral-8x7b", "v4.1-like", "gpt-oss-120b-like", "gemma4-26b-a4b-like")
-PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q2_k+q8_0", "q8_0+q8_0", "mxfp4+mxfp4", "nvfp4+nvfp4")
+PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q2_k+q8_0", "q8_0+q8_0", "mxfp4+mxfp4", "nvfp4+nvfp4", "q5_k+q5_k", "q4_0+q4_0")
+FORMS = ("together", "tiled")
 COLUMNS = ["what", "model", "T", "format", "tile", "us_p20", "us_p50", "us_p80", "bytes", "gb_per_s", "floor_us",
            "ratio_to_floor", "target_us", "ok", "nmse", "n", "method", "device", "driver", "torch", "triton",
            "commit"]  # fmt: skip
+SMALL = LayerShape("check", 2048, 768, 16, 6)
+RARE = ("q5_k+q5_k", "q4_0+q4_0")  # timed on the first model alone
 Job = tuple[str, str, float, list[Callable[[], Any]]]
 
 
@@ -43,10 +54,94 @@ def target_us(tokens: int, floor: float) -> float:
     return max(14.0, 2.0 * floor) if tokens == 1 else 2.0 * floor + 6.0
 
 
-def layers(calls: list[gl.Call], w: gl.Weights, moved: float) -> Iterator[Job]:
-    """Every form of the whole layer."""
-    for name, form in gl.LAYERS.items():
-        yield f"layer {name}", "", moved, [lambda c=c, form=form: form(c, w) for c in calls]
+def cut_of(text: str) -> dict[str, Any]:
+    """Options of the tiled form from what `--cuts` says."""
+    cut, down = text.split("-")
+    tiles, warps, registers, shared = map(int, cut.split("."))
+    return {"cut": TileCut(tiles, warps, registers, shared), "down_tiles": int(down)}
+
+
+def bound(pair: str) -> float:
+    """Of the layer's NMSE."""
+    return tol("gemv/q4_0 layer" if "q4_0" in pair else "gemv/layer")
+
+
+def small_case(pair: str) -> str:
+    """ "ok", or what is wrong, of one pair of formats on a small shape."""
+    gate_up, down = pair.split("+")
+    try:
+        w = gl.with_tiles(gl.make_weights(SMALL, 1, "cuda", gate_up, down), SMALL)
+        seed = time.time_ns() % 100_000
+        nmse, wrong = gl.check(SMALL, w, 8, seed, "cuda")
+        wrong += gl.check_tiled(SMALL, w, 8, seed, "cuda") if w.tiles is not None else []
+    except Exception as e:
+        return f"{type(e).__name__}: {str(e)[:80]}"
+    return ", ".join([*wrong, *([f"nmse {nmse:.1e}"] if not nmse <= bound(pair) else [])]) or "ok"
+
+
+class Compiling:
+    """What the compiler asks of a driver, in a process that must not touch the GPU."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_cell(cell: tuple[str, str, int, str]) -> None:
+    """Fill the compiler's cache with the layer's kernels: everything is asked for, nothing starts."""
+    name, pair, tokens, cut = cell
+    torch.set_num_threads(1)
+    driver.set_active(Compiling(90))  # pyright: ignore[reportArgumentType]
+
+    def ask(kernel: Any, grid: tuple[int, ...], *given: Any, device: torch.device, **meta: Any) -> None:
+        kernel.warmup(*given, grid=grid, enable_fp_fusion=False, **meta)
+
+    backend.launch, backend.serve, backend.has_early_start = ask, lambda op, *_, **tensors: "cuda", lambda device: True
+    shape, (gate_up, down) = replace(SHAPES[name], experts=SHAPES[name].top_k), pair.split("+")
+    w = gl.with_tiles(gl.make_weights(shape, 1, "cpu", gate_up, down, empty=True), shape)
+    call = replace(gl.make_call(shape, *routings(shape, 1)[0], "cpu"), max_rows=1 if tokens == 1 else 8)
+    if cut:
+        gl.layer_tiled(call, w, **cut_of(cut))
+    else:
+        for form in FORMS if w.tiles is not None else FORMS[:1]:
+            gl.LAYERS[form](call, w)
+
+
+def prepared(todo: list[tuple[str, str]], tokens: list[int], cuts: list[str], workers: int) -> dict[str, str]:
+    """pair -> "ok", or what `small_case` says; on return the compiler has made what `todo` needs."""
+    command = [sys.executable, __file__, "--out", ".", "--case"]
+    running = {
+        pair: subprocess.Popen([*command, pair], stdout=subprocess.PIPE, text=True)
+        for pair in sorted({pair for _, pair in todo})
+    }
+    jobs = sorted({(name, pair, min(t, 2), cut) for name, pair in todo for t in tokens for cut in ("", *cuts)})
+    with ProcessPoolExecutor(workers) as pool:
+        list(pool.map(compile_cell, jobs))
+    return {pair: (p.communicate()[0].strip().splitlines() or ["did not run"])[-1] for pair, p in running.items()}
+
+
+def layers(calls: list[gl.Call], w: gl.Weights, moved: float, names: tuple[str, ...]) -> Iterator[Job]:
+    """Forms of the whole layer."""
+    for name in names:
+        yield f"layer {name}", "", moved, [lambda c=c, form=gl.LAYERS[name]: form(c, w) for c in calls]
+
+
+def other_cuts(calls: list[gl.Call], w: gl.Weights, moved: float, cuts: list[str]) -> Iterator[Job]:
+    """The tiled form, cut otherwise."""
+    for cut in cuts:
+        how = cut_of(cut)
+        yield "layer tiled", cut, moved, [lambda c=c, how=how: gl.layer_tiled(c, w, **how) for c in calls]
 
 
 def parts(shape: LayerShape, calls: list[gl.Call], w: gl.Weights, hit: float, sweep: bool) -> Iterator[Job]:
@@ -59,6 +154,7 @@ def parts(shape: LayerShape, calls: list[gl.Call], w: gl.Weights, hit: float, sw
         gl.gate_up(c, w, r)
     hidden = [lane_rows.quantize_lanes(activation.swiglu(c.gate, c.up), w.down_format) for c in calls]
     into_up, into_down = list(zip(calls, rows, strict=True)), list(zip(calls, hidden, strict=True))
+    yield from layers(calls, w, up_bytes + down_bytes, ("apart",))
     yield "quantize_x", "", 3.1 * calls[0].x.numel(), [lambda c=c: gl.quantised(c, w) for c in calls]
     yield "weighted_sum", "", 2.0 * pairs * d, [lambda c=c: gl.weighted_sum(c) for c in calls]
     yield "experts", "", up_bytes + down_bytes, [lambda c=c: gl.experts(c, w) for c in calls]
@@ -93,29 +189,48 @@ def columns(timed: Timed, moved: float, roof: float) -> dict[str, Any]:
 def measure(name: str, pair: str, tokens: list[int], roof: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one shape and pair of formats. A wrong result gives one row with its error and no time."""
     shape, (gate_up, down) = SHAPES[name], pair.split("+")
-    if not gl.fits(shape, gate_up, down):
-        return
-    w = gl.make_weights(shape, 1, "cuda", gate_up, down)
+    w = gl.with_tiles(gl.make_weights(shape, 1, "cuda", gate_up, down), shape)
     for t in tokens:
-        nmse, wrong = gl.check(shape, w, t, seed=time.time_ns() % 100_000, device="cuda")
-        head = {"model": name, "T": t, "format": pair, "nmse": f"{nmse:.2e}"}
-        if wrong or not nmse <= tol("gemv/layer"):
-            yield {"what": f"WRONG: {', '.join(wrong) or 'nmse'}", **head}
-            continue
         picks = routings(shape, t)
         calls, hit = [gl.make_call(shape, ids, weights, "cuda") for ids, weights in picks], experts_hit(picks)
+        calls = [replace(c, max_rows=1 if t == 1 else 8) for c in calls]  # one kernel for all that share rows
         whole = layer_bytes(shape, t, hit, gl.bytes_a_weight(gate_up), gl.bytes_a_weight(down))
-        jobs = [*layers(calls, w, whole)]
-        for what, tile, moved, todo in [*jobs, *(parts(shape, calls, w, hit, args.sweep) if args.parts else [])]:
+        forms = FORMS if w.tiles is not None else FORMS[:1]
+        for what, tile, moved, todo in [
+            *layers(calls, w, whole, forms),
+            *other_cuts(calls, w, whole, args.cuts.split(",") if args.cuts and w.tiles is not None else []),
+            *(parts(shape, calls, w, hit, args.sweep) if args.parts else []),
+        ]:
+            head = {"what": what, "model": name, "T": t, "format": pair, "tile": tile}
+            form = gl.LAYERS.get(what.removeprefix("layer "))
             try:
+                nmse = gl.nmse(calls[0], w, form) if form and t == 1 else 0.0
+                if form and not (nmse <= bound(pair) and gl.alone(calls[-1], w, form, shape)):
+                    yield {**head, "what": f"WRONG {what}", "nmse": f"{nmse:.2e}"}
+                    continue
                 row = columns(time_calls(todo, args.budget_ms), moved, roof)
             except Exception as e:  # a tile that does not compile is a result too
-                yield {"what": what, **head, "tile": tile, "method": f"{type(e).__name__}: {str(e)[:60]}"}
+                yield {**head, "method": f"{type(e).__name__}: {str(e)[:60]}"}
                 continue
-            if what.startswith("layer"):
+            if form:
                 limit = target_us(t, float(row["floor_us"]))
                 row |= {"target_us": f"{limit:.1f}", "ok": "ok" if float(row["us_p50"]) <= limit else "slow"}
-            yield {"what": what, **head, "tile": tile.replace("None", "-"), **row}
+                row |= {"nmse": f"{nmse:.2e}"} if t == 1 else {}
+            yield {**head, "tile": tile.replace("None", "-"), **row}
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Shape and pair of formats, where both widths are whole blocks; q2_k + q8_0 where q2_k + q3_k cannot be."""
+    for name in args.models.split(","):
+        for pair in args.pairs.split(","):
+            shape = SHAPES[name]
+            other = pair == "q2_k+q8_0" and gl.fits(shape, "q2_k", "q3_k")
+            if (
+                gl.fits(shape, *pair.split("+"))
+                and not other
+                and (pair not in RARE or name == args.models.split(",")[0])
+            ):
+                yield name, pair
 
 
 def main() -> int:
@@ -124,32 +239,43 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--pairs", default=",".join(PAIRS), help="gate and up's format + down's")
     parser.add_argument("--tokens", default="1,4,8")
-    parser.add_argument("--budget-ms", type=float, default=15.0)
+    parser.add_argument("--budget-ms", type=float, default=4.0)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--cuts", default="", help="other cuts of the tiled form")
     parser.add_argument("--parts", action="store_true", help="also time single kernels")
     parser.add_argument("--sweep", action="store_true", help="also time other tiles (implies --parts)")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.parts |= args.sweep
     if not torch.cuda.is_available():
         raise LabError("decode_layer_timings needs a CUDA GPU; torch sees none.")
+    if args.case:
+        print(small_case(args.case), flush=True)
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    begin, where, roofs, wrong = time.perf_counter(), measured_on(), bandwidth_gb_per_s(), 0
-    tokens = [int(t) for t in args.tokens.split(",")]
+    begin, tokens, todo = time.perf_counter(), [int(t) for t in args.tokens.split(",")], list(cells(args))
+    ok = prepared(todo, tokens, args.cuts.split(",") if args.cuts else [], args.workers)
+    print(f"{time.perf_counter() - begin:.0f} s:", *(f"{pair} {said};" for pair, said in ok.items()), flush=True)
+    where, roofs, wrong = measured_on(), bandwidth_gb_per_s(), 0
     with (args.out / "decode_layer_timings.csv").open("w", newline="") as f:
         table = csv.DictWriter(f, COLUMNS)
         table.writeheader()
         for name, value in roofs.items():
             print(f"{where['device']}: {name} {value:.0f} GB/s")
             table.writerow({"what": f"bandwidth {name}", "gb_per_s": f"{value:.0f}", "method": "4 GiB", **where})
-        for name in args.models.split(","):
-            for pair in args.pairs.split(","):
-                for row in measure(name, pair, tokens, max(roofs.values()), args):
-                    table.writerow({**row, **where})
-                    f.flush()
-                    wrong += row["what"].startswith("WRONG")
-                    head = f"{name:20} {pair:11} T={row['T']} {row['what']:16} {row.get('tile', ''):60}"
-                    shown = ("us_p50", "floor_us", "ratio_to_floor", "target_us", "ok", "nmse")
-                    print(head, *(f"{row.get(c, ''):>8}" for c in shown), flush=True)
-            print(f"-- {name}: {time.perf_counter() - begin:.0f} s so far", flush=True)
+        for name, pair in todo:
+            if ok[pair] != "ok":
+                rows = iter([{"what": f"WRONG: {ok[pair]}", "model": name, "T": 0, "format": pair}])
+            else:
+                rows = measure(name, pair, tokens, max(roofs.values()), args)
+            for row in rows:
+                table.writerow({**row, **where})
+                f.flush()
+                wrong += row["what"].startswith("WRONG")
+                head = f"{name:20} {pair:11} T={row['T']} {row['what']:16} {row.get('tile', ''):60}".rstrip()
+                shown = ("us_p50", "floor_us", "ratio_to_floor", "target_us", "ok", "nmse")
+                print(head, *(f"{row.get(c, ''):>8}" for c in shown), row.get("method", "")[:30], flush=True)
+    print(f"{time.perf_counter() - begin:.0f} s", flush=True)
     return 1 if wrong else 0
 
 

@@ -9,49 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, Schedule, activate
+from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, PlannedWork, Schedule, activate
 from moe_lab.arms.gemv_float import is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
+from moe_lab.arms.lists import chunk_table, closed_up, numbers, shared_table
 from moe_lab.formats import FORMATS
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.gemv_float.steps import WALKS
-from moe_lab_kernels.storage.blocks import GEMV_FORMATS
-
-
-def chunk_table(
-    groups: Sequence[Group], slot_of: dict[int, int], base: int, chunk_rows: int
-) -> list[tuple[int, int, int]]:
-    """(slot, first pair, rows <= chunk_rows) of every chunk; pairs counted from `base`."""
-    return [
-        (slot_of[g.expert], g.first - base + i, min(chunk_rows, g.rows - i))
-        for g in groups
-        for i in range(0, g.rows, chunk_rows)
-    ]
-
-
-def closed_up(groups: Sequence[Group]) -> list[Group]:
-    """The groups one after another, as if nothing lay between them."""
-    first, out = 0, []
-    for g in groups:
-        out.append(Group(g.expert, first, g.rows))
-        first += g.rows
-    return out
-
-
-_TABLES: dict[tuple[int, int, torch.device], Tensor] = {}
-MOST_TABLES = 256
-
-
-def shared_table(rows: int, chunk_rows: int, device: torch.device) -> Tensor:
-    """Chunks int32 [C, 3] of rows that all use slot 0; made once for each shape, on the device, so that neither a
-    decode step nor a capture copies from the host."""
-    key = (rows, chunk_rows, device)
-    if key in _TABLES:
-        return _TABLES[key]
-    first = torch.arange(0, rows, chunk_rows, dtype=torch.int32, device=device)
-    table = torch.stack([torch.zeros_like(first), first, (rows - first).clamp(max=chunk_rows)], 1)
-    if len(_TABLES) < MOST_TABLES and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _TABLES[key] = table  # memory of a graph being captured is the graph's own
-    return table
 
 
 class Gemv:
@@ -79,7 +42,7 @@ class Gemv:
 
     def fuses(self, formats: Sequence[str]) -> str | None:
         """None when slots of these formats may be found by address, so that the shared expert can be one of them."""
-        missing = sorted({f for f in formats if f not in GEMV_FORMATS})
+        missing = sorted({f for f in formats if f not in WALKS})
         return f"{', '.join(missing)} slots are not found by address" if missing else None
 
     def experts(
@@ -99,32 +62,63 @@ class Gemv:
         most = max((rows for _, _, rows in chunks), default=1)
         whose = None if stack.biases is None else _experts_of(groups, ctx.chunk_rows, x.device)
         to = token * y.shape[1] + slot
-        _mlp(x, token, stack, table, most, ctx, y.view(-1, y.shape[-1]), to, weight, whose)
+        self._mlp(x, token, stack, table, most, ctx, y.view(-1, y.shape[-1]), to, weight, whose)
 
     def experts_on_device(self, x: Tensor, stack: ExpertStack, work: DeviceWork, y: Tensor, ctx: ArmContext) -> None:
-        """See `ArmExtras.experts_on_device`; `stack` knows its slots by their own numbers."""
+        """See `ArmExtras.experts_on_device`."""
         out = y.view(-1, y.shape[-1])
         if ctx.backend != "torch":
-            _mlp(x, work.token, stack, work.chunks, work.most_rows, ctx, out, work.row, work.weight)
+            self._mlp(x, work.token, stack, work.chunks, work.most_rows, ctx, out, work.row, work.weight, work.expert)
             return
-        groups = [Group(s, first, rows) for s, first, rows in work.chunks.tolist() if s >= 0 and rows]
+        held = {slot: expert for expert, slot in stack.slot_of.items()}
+        groups = [Group(held[s], first, rows) for s, first, rows in work.chunks.tolist() if s >= 0 and rows]
         if groups:
             pairs = [p for g in groups for p in range(g.first, g.first + g.rows)]
             made = torch_mlp(x, work.token[pairs].long(), stack, closed_up(groups), ctx, work.weight[pairs])
             out[work.row[pairs].long()] = made.to(y.dtype)
 
+    def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
+        """See `ArmExtras.experts_of_plan`."""
+        if ctx.backend != "torch":
+            row = torch.add(plan.slot, plan.token, alpha=y.shape[1])
+            chunks, out = plan.tiles(ctx.chunk_rows).tiles, y.view(-1, y.shape[-1])
+            self._mlp(x, plan.token, stack, chunks, ctx.chunk_rows, ctx, out, row, plan.weight)
+            return
+        known = plan.known()
+        for groups in known.steps:
+            made = torch_mlp(x, known.token, stack, groups, ctx, known.weight)
+            y[known.token, known.slot] = made.to(y.dtype)
+
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
-        rows = torch.arange(len(x), device=x.device)
         groups = [Group(0, 0, len(x))]
         chunks = chunk_table(groups, stack.slot_of, 0, ctx.chunk_rows)
         ctx.work.weight_bytes += len(chunks) * stack.expert_bytes
         if ctx.backend == "torch":
-            return torch_mlp(x, rows, stack, groups, ctx)
+            return torch_mlp(x, torch.arange(len(x), device=x.device), stack, groups, ctx)
+        rows = numbers(len(x), x.device)
         out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
         table = shared_table(len(x), ctx.chunk_rows, x.device)
         with ctx.phase("shared expert") as inner:
-            return _mlp(x, rows, stack, table, min(len(x), ctx.chunk_rows), inner, out, rows)
+            return self._mlp(x, rows, stack, table, min(len(x), ctx.chunk_rows), inner, out, rows)
+
+    def _mlp(
+        self,
+        x: Tensor,
+        token: Tensor,
+        stack: ExpertStack,
+        table: Tensor,
+        most_rows: int,
+        ctx: ArmContext,
+        out: Tensor,
+        out_row: Tensor,
+        weight: Tensor | None = None,
+        bias_of: Tensor | None = None,
+    ) -> Tensor:
+        """The kernels' path for these formats and this formula; arguments as in `kernel_mlp`."""
+        if is_plain(stack, ctx):
+            return _kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row)
+        return kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row, weight, bias_of)
 
 
 class PerToken(Gemv):
@@ -135,6 +129,7 @@ class PerToken(Gemv):
     # each token is handed over by itself, from the host
     fuses = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     experts_on_device = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    experts_of_plan = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """Row by row."""
@@ -154,24 +149,6 @@ def _experts_of(groups: Sequence[Group], chunk_rows: int, device: torch.device) 
     """int32 [C]: the expert of each chunk of `chunk_table`."""
     experts = [g.expert for g in groups for _ in range(0, g.rows, chunk_rows)]
     return torch.tensor(experts, dtype=torch.int32, device=device)
-
-
-def _mlp(
-    x: Tensor,
-    token: Tensor,
-    stack: ExpertStack,
-    table: Tensor,
-    most_rows: int,
-    ctx: ArmContext,
-    out: Tensor,
-    out_row: Tensor,
-    weight: Tensor | None = None,
-    bias_of: Tensor | None = None,
-) -> Tensor:
-    """The kernels' path for these formats and this formula; arguments as in `kernel_mlp`."""
-    if is_plain(stack, ctx):
-        return _kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row)
-    return kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row, weight, bias_of)
 
 
 def _kernel_mlp(
@@ -202,7 +179,7 @@ def _kernel_mlp(
             x, row_of, *weights, table, *formats, out, target, max_rows=largest, empty=ctx.empty, **how
         )
     made = [ctx.empty(name, (len(token), gate.shape[1]), ctx.store_dtype, x.device) for name in ("gate", "up")]
-    own = torch.arange(len(token), dtype=torch.int32, device=x.device)
+    own = numbers(len(token), x.device)
     for q, w, to in ((gate, gates, made[0]), (up, ups, made[1])):
         gemv.gemv(lane_rows.quantize_lanes(x, q.format), row_of, w, table, q.format, to, max_rows=largest)
     hidden = lane_rows.quantize_lanes(activate(made[0], made[1], ctx), down.format)

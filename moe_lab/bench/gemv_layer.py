@@ -3,12 +3,14 @@
 From given picks on, in two forms whose results have the same bits:
     together  three launches: quantise; gate + up + SwiGLU + quantise + down; weighted sum (what the arm does)
     apart     six: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted sum
+and, of weights that were put into tiles when they were loaded, in three launches whose bits are their own:
+    tiled     as together (what `moe_lab.arms.tiled` does)
 Nothing of the lab's own layer is in the way, so a kernel's time is the kernel's. T tokens, K experts a token,
 P = T * K pairs, D model width, F expert width, E experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +20,13 @@ from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import quantize
 from moe_lab_kernels import backend
 from moe_lab_kernels.dequantize.dequantize import dequantize_ref
-from moe_lab_kernels.gemv import gemv, lane_rows
+from moe_lab_kernels.gemv import gemv, lane_rows, sum_rows, tiled, tiled_mlp
 from moe_lab_kernels.gemv import mlp as gemv_mlp
 from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows
-from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.gemv.tiles import Tile, TileCut
 from moe_lab_kernels.rows import activation, combine
 from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.row_tiles import refusal, to_tiles
 
 GATE_UP, DOWN = "q2_k", "q3_k"
 
@@ -47,15 +50,35 @@ class Weights:
     down: Tensor
     gate_up_format: str = GATE_UP
     down_format: str = DOWN
+    tiles: tuple[Tensor, Tensor, Tensor] | None = None  # the same three, in tiles
+
+
+def with_tiles(w: Weights, shape: LayerShape) -> Weights:
+    """The weights and their tiles, where all of them have any."""
+    d, f = shape.d_model, shape.d_expert
+    sides = ((w.gate, w.gate_up_format, f, d), (w.up, w.gate_up_format, f, d), (w.down, w.down_format, d, f))
+    if any(refusal(format, n, kd) for _, format, n, kd in sides):
+        return w
+    gate, up, down = (to_tiles(raw, format, kd) for raw, format, _, kd in sides)
+    return replace(w, tiles=(gate, up, down))
 
 
 def make_weights(
-    shape: LayerShape, seed: int, device: str, gate_up_format: str = GATE_UP, down_format: str = DOWN
+    shape: LayerShape,
+    seed: int,
+    device: str,
+    gate_up_format: str = GATE_UP,
+    down_format: str = DOWN,
+    empty: bool = False,
 ) -> Weights:
-    """Genuinely quantised rows: 128 Student-t rows a matrix, dealt at random to the rows of every expert."""
+    """Genuinely quantised rows: 128 Student-t rows a matrix, dealt at random to the rows of every expert; `empty`: room
+    for them, for a compiler that asks for shapes."""
     draw = torch.Generator().manual_seed(seed)
 
     def deal(rows: int, columns: int, format: str) -> Tensor:
+        if empty:
+            width = columns // BLOCKS[format].values * BLOCKS[format].bytes
+            return torch.empty(shape.experts, rows, width, dtype=torch.uint8, device=device)
         normal = torch.randn(128, columns, generator=draw)
         chi_squared = torch.randn(5, 128, columns, generator=draw).square().sum(0)
         book = quantize((normal * (5.0 / chi_squared).sqrt() / columns**0.5).to(device), format).data
@@ -159,7 +182,16 @@ def layer_apart(c: Call, w: Weights) -> Tensor:
     return weighted_sum(c)
 
 
-LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {"together": layer, "apart": layer_apart}
+def layer_tiled(c: Call, w: Weights, cut: TileCut | None = None, down_tiles: int | None = None) -> Tensor:
+    """The routed layer from tiles, in three launches. `w` has tiles."""
+    assert w.tiles is not None
+    more: dict[str, Any] = {"max_rows": c.max_rows, "cut": cut, "down_tiles": down_tiles}
+    formats = (w.gate_up_format, w.down_format)
+    tiled_mlp.gemv_tiled_mlp(c.x, c.row_of, *w.tiles, c.chunks, *formats, c.y, c.out_row, **more)
+    return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
+
+
+LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {"together": layer, "tiled": layer_tiled, "apart": layer_apart}
 
 
 def exact(c: Call, w: Weights) -> Tensor:
@@ -199,3 +231,43 @@ def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) ->
         wrong.append("together")
     target = exact(c, w).double()
     return float((out.double() - target).square().sum() / target.square().sum()), wrong
+
+
+def check_tiled(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> list[str]:
+    """As `check`, of the tiles: the products whose bits differ from their torch reference, then "tiled" where the one
+    grid does (none, when all is well)."""
+    assert w.tiles is not None
+    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
+    gate, up, down = w.tiles
+
+    def products(op: Callable[..., Any]) -> list[Tensor]:
+        c.poison()
+        rows, more = sum_rows.quantize_sums(c.x), {"max_rows": c.max_rows}
+        op(rows, c.row_of, gate, c.chunks, w.gate_up_format, c.gate, w2=up, out2=c.up, **more)
+        hidden = sum_rows.quantize_sums(activation.swiglu(c.gate, c.up))
+        op(hidden, c.pairs, down, c.chunks, w.down_format, c.y, out_row=c.out_row, **more)
+        return [c.gate.clone(), c.up.clone(), c.y.clone()]
+
+    got, want = products(tiled.gemv_tiled), products(tiled.gemv_tiled_ref)
+    wrong = [f"tiled {n}" for n, a, b in zip(("gate", "up", "down"), got, want, strict=True) if not torch.equal(a, b)]
+    c.poison()
+    if not torch.equal(layer_tiled(c, w), weighted_sum(replace(c, y=want[2]), combine.combine_ref)):
+        wrong.append("tiled")
+    return wrong
+
+
+def alone(c: Call, w: Weights, form: Callable[[Call, Weights], Tensor], shape: LayerShape) -> bool:
+    """Whether every token has the bits that it has in a call of its own."""
+    together, device = form(c, w).clone(), str(c.x.device)
+    for t in range(len(c.x)):
+        one = replace(make_call(shape, c.ids[t : t + 1], c.weights[t : t + 1], device), x=c.x[t : t + 1])
+        if not torch.equal(form(one, w)[0], together[t]):
+            return False
+    return True
+
+
+def nmse(c: Call, w: Weights, form: Callable[[Call, Weights], Tensor]) -> float:
+    """Of the layer, against fp32 mathematics."""
+    c.poison()
+    out, target = form(c, w).double(), exact(c, w).double()
+    return float((out - target).square().sum() / target.square().sum())

@@ -38,6 +38,8 @@ ROUTING = (
     ONE_WARP
     | SEVERAL_WARPS
     | {
+        "route_table-T1",
+        "route_table-T8-everyone",
         "slot_table-T1",
         "slot_table-T8-everyone",
         "route_plan-T1",
@@ -74,6 +76,7 @@ OTHERS = (
         "geglu-bf16",
         "combine-bf16",
         "combine-bf16-everything",
+        "shared_gate-bf16",
         "dot-f32",
     }
     | ROUTING
@@ -124,13 +127,10 @@ def test_words_stay_in_the_threads_that_load_them(compiled: dict[str, dict], var
     assert compiled[variant]["shared_stores"] == 0
 
 
-# Bytes a thread spills at its cap of registers, where a step up would let fewer programs onto a multiprocessor.
-SPILLS = {"mlp-q2_k+q3_k-rows8-1": 56}  # q3_k, two rows of a chunk, at 96: still the fastest of what was timed
-
-
 @pytest.mark.parametrize("variant", sorted(MLP | GEMV))
 def test_decode_kernels_keep_their_registers(compiled: dict[str, dict], variant: str) -> None:
-    assert compiled[variant]["stack"] <= SPILLS.get(variant, 0)
+    """Nothing is spilled, at the cap of registers that a tile sets."""
+    assert compiled[variant]["stack"] == 0
 
 
 @pytest.mark.parametrize("variant", sorted(MLP))

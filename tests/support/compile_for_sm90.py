@@ -26,8 +26,8 @@ from moe_lab_kernels.dequantize import transposed as dequantize_transposed
 from moe_lab_kernels.gemv import gemv
 from moe_lab_kernels.gemv import mlp as gemv_mlp
 from moe_lab_kernels.route import plan, route_plan, router, topk
-from moe_lab_kernels.rows import activation, arithmetic, combine, quantize_fp8, quantize_rows
-from moe_lab_kernels.slots import pointer_table, slot_table
+from moe_lab_kernels.rows import activation, arithmetic, combine, quantize_fp8, quantize_rows, shared_gate
+from moe_lab_kernels.slots import pointer_table, route_table, slot_table
 from moe_lab_kernels.storage import blocks, planar, scaled_layouts
 from moe_lab_kernels.storage.planar_layout import PIECES
 from tests.support.routing_cases import ROUTERS, vectors
@@ -100,7 +100,7 @@ def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, addresses=Fa
 
 
 MLP_PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q5_k+q5_k", "q8_0+q8_0", "q4_0+q4_0", "mxfp4+mxfp4", "nvfp4+nvfp4")
-MLP_MANY = ("q2_k+q3_k", "mxfp4+mxfp4")
+MLP_MANY = ("q2_k+q3_k", "q5_k+q5_k", "mxfp4+mxfp4")
 
 
 def mlp_call(pair, max_rows, d=2048, f=768):
@@ -141,7 +141,13 @@ def routing_variants():
         yield (
             f"slot_table-T{t}{'-everyone' if everyone else ''}",
             lambda ids=ids, w=w, count=count, ends=ends, everyone=everyone: slot_table.slot_table(
-                ids, w, plan.plan_ref(ids, w, 128), count, *ends, everyone=everyone
+                ids, w, count, *ends, everyone=everyone
+            ),
+        )
+        yield (
+            f"route_table-T{t}{'-everyone' if everyone else ''}",
+            lambda t=t, ends=ends, everyone=everyone: route_table.route_table(
+                torch.ones(t, 128), spec, *ends, everyone=everyone
             ),
         )
     for t, dtype in ((1, torch.bfloat16), (300, torch.bfloat16), (3000, torch.bfloat16), (3000, torch.float32)):
@@ -221,6 +227,7 @@ def variants():
     y, w, ids = torch.ones(4, 3, 200, dtype=bf16), torch.ones(4, 3), torch.zeros(4, 3, dtype=torch.int32)
     yield "combine-bf16", lambda: combine.combine(y, w)
     yield "combine-bf16-everything", lambda: combine.combine(y, w, y[:, 0], w[:, 0], ids=ids, order=ids, out_dtype=f32)
+    yield "shared_gate-bf16", lambda: shared_gate.shared_gate(torch.ones(4, 2304, dtype=bf16), torch.ones(2304))
     square = torch.ones(16, 16)
     yield "dot-f32", lambda: backend.launch(_dot_kernel, (1,), square, square, square, device=square.device)
 

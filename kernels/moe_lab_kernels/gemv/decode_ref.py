@@ -4,6 +4,7 @@ N weight rows of Kd values, R activation rows; the formats of `blocks.GEMV_FORMA
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class Lanes(NamedTuple):
 _PER_BLOCK = {"q8_0": 4, "q4_0": 1, "mxfp4": 1, "nvfp4": 2}
 
 
+@cache
 def lanes_of(format: str, kd: int) -> Lanes:
     """The order of additions: it depends on a weight's format and width alone.
 

@@ -19,18 +19,20 @@ nor does a call without rows of x.
 """
 # pyright: reportGeneralTypeIssues=false
 
+from typing import Any
+
 import torch
 
 from moe_lab._types import Float, Int32, Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
+from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows, signature
 from moe_lab_kernels.gemv.body import let_the_next_kernel_start, wait_for_the_kernel_before
 from moe_lab_kernels.gemv.decode_ref import lanes_of
 from moe_lab_kernels.gemv.gemv import MAX_CHUNK_ROWS, chunk_tile, gemv_ref
 from moe_lab_kernels.gemv.lane_rows import Empty, fresh, lane_rows, place_of, quantize_lanes, quantize_lanes_ref
-from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, tile_for
+from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, down_tile_for, tile_for
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, OAI_ALPHA, gated_value, limit_of
@@ -39,11 +41,12 @@ from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor
 from moe_lab_kernels.storage.blocks import BLOCKS, gemv_alignment, gemv_row_bytes
 
 GROUP = 32
+HIDDEN_ROWS = 2  # of a chunk that are activated at once: one kernel for chunks of up to 2, 4 and 8
 _GROUP = tl.constexpr(GROUP)
 
 
 @jit
-def _acquire(count, whole):
+def acquire(count, whole):
     """Read nothing from here on that is older than what the `whole` programs counted in had written. The condition is
     met: it keeps the compiler from dropping a look whose result nobody uses (then stale lines of the L1 cache gave
     wrong sums on an H200)."""
@@ -116,7 +119,7 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, gate
             # a look that acquires empties the L1 cache under every program of the multiprocessor: only the last does
             while tl.load(ready, volatile=True) < blocks:
                 pass
-            _acquire(ready, blocks)
+            acquire(ready, blocks)
             chunk_tile(h, h_scale, h_total, row_of, out_row, w, y, tile, first, n, D, h_blocks, n_pairs, n_pairs,
                        h_stride, F // _GROUP, F // _GROUP, down_row, y_stride, NEXT, NEXT_LANES, NEXT_PER_BLOCK,
                        NEXT_VALUES, 1, False, True, DOWN_SHARED, DOWN_ROWS, DOWN_SUMS, NATIVE)  # fmt: skip
@@ -136,7 +139,7 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, gate
             count = counts + chunk * blocks + block
             tl.debug_barrier()
             if tl.atomic_add(count, 1, sem="release", scope="gpu") == whole - 1:
-                _acquire(count, whole)
+                acquire(count, whole)
                 _hide(gates, ups, h, h_scale, h_total, block, first, n, F, n_pairs, limit, alpha, h_stride, NEXT,
                       NEXT_VALUES, NEXT_LANES, NEXT_PER_BLOCK, INNER, CUBE, GELU, LIMIT, R, BLOCK // 32)  # fmt: skip
                 tl.debug_barrier()
@@ -145,12 +148,16 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, gate
         wait_for_the_kernel_before(PDL)  # else this kernel could end first, and who waits for it alone be too early
 
 
+_RIGHT: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+MOST_REMEMBERED = 1024
+
+
 def gemv_mlp(
     x: Float[Tensor, "R D"],
     row_of: Int32[Tensor, " P"],
     gate: UInt8[Tensor, "S F row_bytes"] | PointerTable,
     up: UInt8[Tensor, "S F row_bytes"] | PointerTable,
-    down: UInt8[Tensor, "S D row_bytes"] | PointerTable,
+    down: UInt8[Tensor, "S D down_bytes"] | PointerTable,
     chunks: Int32[Tensor, "C 3"],
     format: str,
     down_format: str,
@@ -177,12 +184,20 @@ def gemv_mlp(
     """
     op = "gemv_mlp"
     mode = limit_of(op, limit, limit_mode, gelu=gelu)
-    p, f, d = _check(op, x, row_of, gate, up, down, chunks, format, down_format, y, out_row, store)
+    given = (x, row_of, gate, up, down, chunks, format, down_format, y, out_row, store)
+    asked = tuple(v if isinstance(v, str | torch.dtype) else signature(v) for v in given)
+    if asked not in _RIGHT:  # a decode step asks the same again and again: the checks took 0.1 ms of the host's time
+        if len(_RIGHT) >= MOST_REMEMBERED:
+            _RIGHT.clear()
+        _RIGHT[asked] = _check(op, *given)
+    p, f, d = _RIGHT[asked]
     named = {"x": x, "row_of": row_of, "gate": operand(gate), "up": operand(up), "down": operand(down)}
     on = backend.serve(op, **named, chunks=chunks, y=y, out_row=out_row)
     pdl = pdl and backend.has_early_start(x.device)
     tile = tile or (TILE_INTERPRETER if on == "interpreter" else tile_for(format, max_rows))
-    down_tile = down_tile or (TILE_INTERPRETER if on == "interpreter" else tile_for(down_format, max_rows))
+    down_tile = down_tile or (
+        TILE_INTERPRETER if on == "interpreter" else down_tile_for(down_format, max_rows, len(chunks), d)
+    )
     if tile.warps != down_tile.warps:
         raise LabError(f"{op}: one launch has one number of warps, got {tile} and {down_tile}.")
     # at least the weight rows that lie side by side on a warp
@@ -211,7 +226,7 @@ def gemv_mlp(
         *(xq.codes.stride(0), xq.scale.stride(0), *strides),
         *(h.codes.stride(0), y.stride(0)),
         *(format, *xq.lanes, b.values, down_format, *h.lanes, nb.values),
-        *(GELU_INNER, GELU_CUBE, gelu, mode, min(max_rows, tile.shared), max_rows, rows, tile.sums),
+        *(GELU_INNER, GELU_CUBE, gelu, mode, min(max_rows, tile.shared), min(max_rows, HIDDEN_ROWS), rows, tile.sums),
         *(min(max_rows, down_tile.shared), down_rows, down_tile.sums, is_pointers(gate)),
         *(backend.has_dp4a(on), pdl and on == "cuda"),
         device=device,
@@ -227,7 +242,7 @@ def gemv_mlp_ref(
     row_of: Int32[Tensor, " P"],
     gate: UInt8[Tensor, "S F row_bytes"] | PointerTable,
     up: UInt8[Tensor, "S F row_bytes"] | PointerTable,
-    down: UInt8[Tensor, "S D row_bytes"] | PointerTable,
+    down: UInt8[Tensor, "S D down_bytes"] | PointerTable,
     chunks: Int32[Tensor, "C 3"],
     format: str,
     down_format: str,

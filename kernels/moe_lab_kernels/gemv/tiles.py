@@ -1,6 +1,6 @@
 """How the GEMV kernels' programs are cut, and which cut was fastest where. No tile changes a bit, but for `lanes`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_lab.errors import LabError
 from moe_lab_kernels.gemv.decode_ref import Lanes
@@ -54,6 +54,8 @@ TILE_ONE = Tile(8, registers=128)
 # Of s8 c4 the code alone is 53 KB (three sizes of program) and a third of the stalls were waits for instructions; 96
 # registers let 20 warps onto a multiprocessor instead of 16. More rows a program (16, 32) lost.
 TILE_MANY = Tile(8, sums=4, registers=96, shared=2)
+# At 96 these spill.
+TILE_MANY_Q3, TILE_MANY_Q5 = (Tile(8, sums=4, registers=cap, shared=2) for cap in (112, 128))
 # q8_0, whose code is short: 70.6 / 38.7 against 74.9 / 42.1 in the tile above.
 TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
@@ -64,4 +66,51 @@ def tile_for(format: str, max_rows: int) -> Tile:
     """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows."""
     if max_rows == 1:
         return TILE_ONE
-    return TILE_MANY_BYTES if format == "q8_0" else TILE_MANY
+    return {"q8_0": TILE_MANY_BYTES, "q3_k": TILE_MANY_Q3, "q5_k": TILE_MANY_Q5}.get(format, TILE_MANY)
+
+
+# Places of an H200 for programs of TILE_ONE: 132 multiprocessors, 16 warps of 128 registers.
+PLACES = 2_112
+
+
+def down_tile_for(format: str, max_rows: int, chunks: int, n: int) -> Tile:
+    """As `tile_for`, for programs that start when others end: where 8 rows each would fill less than half of the places
+    (mixtral, T = 1: 1,024 programs), 4 rows (27.8 to 25.3 us as a launch of its own)."""
+    tile = tile_for(format, max_rows)
+    if max_rows == 1 and chunks * -(-n // tile.rows) <= PLACES // 2:
+        return replace(tile, rows=tile.rows // 2)
+    return tile
+
+
+@dataclass(frozen=True, slots=True)
+class TileCut:
+    """How a program of `gemv_tiled` is cut; nothing of it changes a bit.
+
+    tiles: of 16 weight rows that a program takes; warps: that it runs with, over which a row's parts are laid;
+    registers: a thread's cap, or None; shared: rows of a chunk that are multiplied at once (1, 2 or 4).
+    """
+
+    tiles: int = 1
+    warps: int = 4
+    registers: int | None = None
+    shared: int = 2
+
+    def __post_init__(self) -> None:
+        _powers_of_two("TileCut", tiles=(self.tiles, 1), warps=(self.warps, 1), shared=(self.shared, 1))
+        if self.shared > MAX_SHARED:
+            raise LabError(f"TileCut.shared is {self.shared}; at most {MAX_SHARED} rows are multiplied at once.")
+
+
+# Formats whose step is short enough that a thread holds two tiles of it for two rows of a chunk.
+TWO_TILES = ("q2_k", "q4_k", "q8_0", "q4_0")
+
+
+def cut_for(on: str, format: str, max_rows: int, parts: int, n: int) -> TileCut:
+    """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows and weight rows of so many parts:
+    four warps, over which parts are laid first, then tiles. In the interpreter, which pays for each operation of each
+    program, few large ones."""
+    if on != "cuda":
+        return TileCut(tiles=min(16, 1 << max(0, -(-n // 16) - 1).bit_length()), warps=1, shared=4)
+    if max_rows == 1:
+        return TileCut(4 // parts, registers=96, shared=1)
+    return TileCut(2 if parts == 4 and format in TWO_TILES else 4 // parts, registers=128)

@@ -3,6 +3,7 @@
 The one table of block sizes below `formats`; everything that walks raw rows reads it.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from moe_lab.errors import LabError
@@ -46,6 +47,7 @@ def block_of(op: str, format: str) -> Block:
     return BLOCKS[format]
 
 
+@cache
 def gemv_row_bytes(format: str, kd: int) -> int:
     """Bytes of a row of `kd` values. LabError for a format without a GEMV kernel, or a row that is not whole blocks."""
     if format not in GEMV_FORMATS:
