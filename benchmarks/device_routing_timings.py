@@ -5,8 +5,9 @@
 A layer has its router, K of E routed experts (q2_k, q2_k, q3_k) and one shared expert of the same formats and width.
 First every form is compared with host routing on the main stream, bit for bit. Then, microseconds a call:
     device_us  a CUDA graph holds the call once for each input of a rotation: what the GPU takes
-    host_us    eager calls one after another, the host's clock over many: what a decode loop takes
-    launch_us  the host's own work in an eager call: the queue is never waited for but where the call itself waits
+    host_us    calls one after another, the host's clock over many: what a decode loop takes
+    launch_us  of it, the time inside Triton's launches; the rest is this package's own and torch's
+Rows are written as they come, so that a run that is cut short leaves what it has.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from moe_lab.bench.workloads import LayerShape
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer, Options, SharedWeights
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
+from moe_lab_kernels import backend
 
-ROTATION, REPEATS = 32, 5
+ROTATION, REPEATS = 16, 5
 FORMATS = ("q2_k", "q3_k")
 LAYERS = {
     "qwen3": (LayerShape("qwen3", 2048, 768, 128, 8), RouterSpec(128, 8, normalize=True)),
@@ -67,18 +70,36 @@ def make_layer(name: str) -> MoELayer:
     return MoELayer.from_tensors(spec, router=weight.bfloat16(), gate=gate, up=up, down=down, shared=shared)
 
 
-def eager_us(call: Callable[[int], Any], sync: bool) -> float:
-    """Median microseconds a call, host's clock; `sync`: until the device is done with all of a batch of calls."""
-    times = []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
+@contextmanager
+def launch_clock() -> Iterator[list[float]]:
+    """Inside, seconds spent in launches are added up in the list's one entry."""
+    spent, plain = [0.0], backend.launch
+
+    def timed(*args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
-        for i in range(ROTATION):
-            call(i)
-        if sync:
+        plain(*args, **kwargs)
+        spent[0] += time.perf_counter() - begin
+
+    backend.launch = timed
+    try:
+        yield spent
+    finally:
+        backend.launch = plain
+
+
+def loop_us(call: Callable[[int], Any]) -> dict[str, float]:
+    """Median microseconds a call of a loop until the device is done with it, and of the host's time in launches."""
+    whole, inside = [], []
+    with launch_clock() as spent:
+        for _ in range(REPEATS):
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / ROTATION * 1e6)
-    return statistics.median(times[1:])
+            spent[0], begin = 0.0, time.perf_counter()
+            for i in range(ROTATION):
+                call(i)
+            torch.cuda.synchronize()
+            whole.append((time.perf_counter() - begin) / ROTATION * 1e6)
+            inside.append(spent[0] / ROTATION * 1e6)
+    return {"host_us": statistics.median(whole[1:]), "launch_us": statistics.median(inside[1:])}
 
 
 def measure(layer: MoELayer, name: str, tokens: int) -> Iterator[dict[str, Any]]:
@@ -94,7 +115,7 @@ def measure(layer: MoELayer, name: str, tokens: int) -> Iterator[dict[str, Any]]
         ok = all(torch.equal(y.out, w) for y, w in zip(made, want, strict=True))
         row: dict[str, Any] = {"layer": name, "T": tokens, "form": form, "ok": ok, "launches": made[0].timing.launches}
         if ok:
-            row |= {"host_us": eager_us(call, True), "launch_us": eager_us(call, False)}
+            row |= loop_us(call)
             if options.routing == "device":
                 timed = time_calls([lambda i=i: call(i).out for i in range(ROTATION)])
                 row |= {"device_us": timed.us_p50, "method": timed.method}
@@ -109,8 +130,7 @@ def measure(layer: MoELayer, name: str, tokens: int) -> Iterator[dict[str, Any]]
             g.replay()
 
         for what, run in (("call", lambda i, g=graph: g(xs[i])), ("replay", again)):
-            times = {"host_us": eager_us(run, True), "launch_us": eager_us(run, False)} if ok else {}
-            yield {**row, "form": f"captured-{shared}-{what}", **times}
+            yield {**row, "form": f"captured-{shared}-{what}", **(loop_us(run) if ok else {})}
 
 
 def main() -> int:

@@ -127,9 +127,15 @@ def count_launches() -> Iterator[LaunchCount]:
         _COUNTS.reset(token)
 
 
+@cache
+def _only_device() -> bool:
+    """Whether there is one device, which is then the current one: asking torch takes 4 us a launch."""
+    return torch.cuda.device_count() == 1
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, not on the tensor's: make them agree for the block, then restore."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or _only_device() or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 

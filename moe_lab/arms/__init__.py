@@ -10,6 +10,7 @@ from moe_lab.arms.base import (
     ExpertBiases,
     ExpertStack,
     Group,
+    PlannedWork,
     Schedule,
     Work,
     batched_schedule,
@@ -20,7 +21,7 @@ from moe_lab.arms.by_rows import ByRows, Range, Table
 from moe_lab.arms.gemv import Gemv, PerToken
 from moe_lab.arms.gemv_float import has_float_products
 from moe_lab.arms.grouped import Grouped
-from moe_lab.arms.guard import blaming, check_arm, expect_reason
+from moe_lab.arms.guard import blaming, check_arm, expect_reason, is_own
 from moe_lab.arms.mmq import Mmq, MmqFolded
 from moe_lab.arms.reference import Reference
 from moe_lab.arms.table import ranked
@@ -73,6 +74,14 @@ def _untabled(formats: Sequence[str], backend: str) -> tuple[str, ...]:
     return AUTO_ORDER if backend == "cuda" or not has_float_products(formats) else AUTO_ORDER[::-1]
 
 
+def layer_tolerance(arm: str | Arm, formats: Sequence[str]) -> str:
+    """The row of the tolerance table for a whole layer of these weights: of the arm's arithmetic where it has a wider
+    one, else "bench/layer", as for every arm of the user's."""
+    own = ARMS.get(arm) if isinstance(arm, str) else arm if is_own(arm, ARMS) else None
+    named = getattr(own, "tolerance", None)
+    return "bench/layer" if named is None else named(formats)
+
+
 def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None) -> str | None:
     """Why the arm cannot serve; None when it can."""
     with blaming(arm, "supports", ARMS):
@@ -88,6 +97,6 @@ def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None
 
 
 __all__ = [
-    "ARMS", "Arm", "ArmContext", "ArmExtras", "DeviceWork", "ExpertBiases", "ExpertStack", "Group", "Schedule", "Work",
-    "batched_schedule", "get_arm", "per_token_schedule", "refusal", "waves",
+    "ARMS", "Arm", "ArmContext", "ArmExtras", "DeviceWork", "ExpertBiases", "ExpertStack", "Group", "PlannedWork",
+    "Schedule", "Work", "batched_schedule", "get_arm", "layer_tolerance", "per_token_schedule", "refusal", "waves",
 ]  # fmt: skip

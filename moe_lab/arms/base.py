@@ -7,6 +7,7 @@ down row. Routing, fetching and combining happen elsewhere and are the same for 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from moe_lab.formats import QuantTensor
 from moe_lab.routing import ExpertPlan
 from moe_lab.spec import MoESpec
 from moe_lab.workspace import Scratch
+from moe_lab_kernels.grouped.tiles import WorkList, tokens_for, work_list
 from moe_lab_kernels.slots.pointer_table import Weights
 
 
@@ -78,9 +80,9 @@ class ExpertStack:
             raise LabError("these experts have no gate projection.")
         return self._gate
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, QuantTensor]:
-        """What there is of gate, up and down."""
+        """What there is of gate, up and down; not to be changed."""
         named = {"gate": self._gate, "up": self.up, "down": self.down}
         return {name: q for name, q in named.items() if q is not None}
 
@@ -115,7 +117,7 @@ class ExpertStack:
             self._decoded[key] = decode(self.matrix(part, expert))
         return self._decoded[key]
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert's matrices."""
         return sum(q.nbytes // max(1, len(q)) for q in self.parts.values())
@@ -208,7 +210,12 @@ class ArmExtras(Protocol):
 
     def experts_on_device(self, x: Tensor, stack: ExpertStack, work: "DeviceWork", y: Tensor, ctx: ArmContext) -> None:
         """`experts` for groups that the host does not know: nothing is read back, so the call may be captured in a CUDA
-        graph. Without it the arm is refused for routing="device" and `MoELayer.capture`."""
+        graph. Of at most 8 tokens. Without it and `experts_of_plan` the arm is refused for routing="device" and
+        `MoELayer.capture`."""
+        ...
+
+    def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: "PlannedWork", y: Tensor, ctx: ArmContext) -> None:
+        """The same for any number of tokens and resident experts, from the plan itself."""
         ...
 
 
@@ -216,13 +223,43 @@ class ArmExtras(Protocol):
 class DeviceWork:
     """Work whose groups only the device knows. In the plan's order, 0 for pairs in no chunk: token int32, weight fp32
     and row int32 [P], the row of y as [T * K, D] that a pair writes. `chunks` int32 [C, 3] (slot of the stack, first
-    pair, rows), padded with entries that mean nothing. `most_rows` bounds a chunk's rows, as the host knows."""
+    pair, rows), padded with entries that mean nothing. `most_rows` bounds a chunk's rows, as the host knows. `expert`
+    int32 [C]: each chunk's expert, for what belongs to an expert and not to a slot (None: slots are experts)."""
 
     token: Tensor
     weight: Tensor
     row: Tensor
     chunks: Tensor
     most_rows: int
+    expert: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedWork:
+    """A plan as it lies on the device, experts in the slots of their own numbers: token, slot int32 and weight fp32
+    [P], pairs by expert; offsets int32 [E + 1]; counts int32 [E], 0 where an expert's pairs are another arm's. Entries
+    past offsets[E] mean nothing."""
+
+    token: Tensor
+    slot: Tensor
+    weight: Tensor
+    counts: Tensor
+    offsets: Tensor
+
+    def tiles(self, rows: int | None = None) -> WorkList:
+        """Tiles of at most `rows` pairs (None: of about as many as an expert has on average), made on the device."""
+        pairs, experts = len(self.token), len(self.counts)
+        return work_list(self.counts, self.offsets, pairs, rows or tokens_for(pairs, min(pairs, experts)))
+
+    def known(self) -> Schedule:
+        """The same on the host, for the torch paths: one step at most, of the experts that have pairs, ascending."""
+        pairs: list[int] = []
+        groups: list[Group] = []
+        for e, (first, n) in enumerate(zip(self.offsets.tolist(), self.counts.tolist(), strict=False)):
+            groups += [Group(e, len(pairs), n)] * (n > 0)
+            pairs += range(first, first + n)
+        token, slot, weight = (t[pairs] for t in (self.token.long(), self.slot.long(), self.weight))
+        return Schedule(token, slot, weight, (tuple(groups),) if groups else ())
 
 
 def batched_schedule(plan: ExpertPlan) -> Schedule:

@@ -5,15 +5,17 @@ The seed's policy is two ranges: up to 8 rows of an expert go through the decode
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import Arm, ArmContext, ExpertStack, Group, Schedule
-from moe_lab.arms.gemv import Gemv, closed_up
+from moe_lab.arms.base import Arm, ArmContext, ExpertStack, Group, PlannedWork, Schedule
+from moe_lab.arms.gemv import Gemv
+from moe_lab.arms.lists import closed_up
 from moe_lab.errors import LabError
 from moe_lab.spec import MoESpec
+from moe_lab.tolerances import tol
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class ByRows:
         if finite and finite[0] < 1:
             raise LabError(f"arm {name!r}: rows up to {finite[0]} take no group; wanted at least 1.")
         self.name, self.ranges = name, tuple(ranges)
+        if all(getattr(r.arm, "experts_of_plan", None) is not None for r in ranges):
+            self.experts_of_plan = self._experts_of_plan  # see `ArmExtras`; not there where a part has none
 
     def taker(self, rows: int) -> Arm:
         """The arm of a group of so many rows."""
@@ -51,6 +55,11 @@ class ByRows:
     def lacks(self, spec: MoESpec) -> str | None:
         """What any part lacks."""
         return self._first(lambda arm: arm.lacks(spec) if hasattr(arm, "lacks") else None)  # type: ignore[attr-defined]
+
+    def tolerance(self, formats: Sequence[str]) -> str:
+        """The widest of the parts'."""
+        named = [part.tolerance(formats) for r in self.ranges if hasattr(part := r.arm, "tolerance")]  # type: ignore[attr-defined]
+        return max(("bench/layer", *named), key=tol)
 
     def _first(self, ask) -> str | None:
         found = ((r.arm.name, ask(r.arm)) for r in self.ranges)
@@ -65,6 +74,16 @@ class ByRows:
             if mine:
                 with ctx.phase(r.arm.name) as own:
                     r.arm.experts(x, stack, part_of(schedule, mine), closed_up(mine), y, own)
+
+    def _experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
+        above = 0
+        for r in self.ranges:
+            mine = plan.counts > above
+            mine = mine if r.rows is None else mine & (plan.counts <= r.rows)
+            with ctx.phase(r.arm.name) as own:
+                part = replace(plan, counts=torch.where(mine, plan.counts, 0))
+                r.arm.experts_of_plan(x, stack, part, y, own)  # type: ignore[attr-defined]
+            above = r.rows or 0
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert's rows are one group."""
@@ -84,3 +103,4 @@ class Table(Gemv):
 
     name = "table"
     most_tokens = 1
+    experts_of_plan = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]

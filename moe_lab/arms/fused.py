@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from moe_lab.arms.base import ExpertStack, Group, Schedule, lacks_kernel
+from moe_lab.arms.base import ExpertStack, Group, Schedule
+from moe_lab.arms.grouped import weight_of
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
+from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.slots.pointer_table import PointerTable, Weights
 
 EVERYONE = -2
@@ -26,12 +28,25 @@ class FusedStack(ExpertStack):
         self.routed, self.everyone = routed, everyone
         self._shared = shared
         self._tables: dict[str, PointerTable] = {}
+        self._by_address: dict[str, Weight] = {}
 
     def weights(self, part: str) -> Weights:
         """Addresses of all slots; made once, as the stack's tensors stay where they are."""
         if part not in self._tables:
             self._tables[part] = PointerTable.of([self.routed.part(part).data, self._shared.part(part).data])
         return self._tables[part]
+
+    def by_address(self, part: str) -> Weight:
+        """A part as the float kernels take it, made once: addresses of whatever has rows; global scales, a number a
+        slot, are copied side by side."""
+        if part not in self._by_address:
+            own, beside = (weight_of(stack.part(part)) for stack in (self.routed, self._shared))
+            made = {}
+            for name in ("data", "scales", "second"):
+                a, b = getattr(own, name), getattr(beside, name)
+                made[name] = a if a is None else torch.cat([a, b]) if a.ndim == 1 else PointerTable.of([a, b])
+            self._by_address[part] = own._replace(**made)
+        return self._by_address[part]
 
     def matrix(self, part: str, expert: int) -> QuantTensor:
         """See `ExpertStack.matrix`."""
@@ -66,15 +81,19 @@ def cannot_fuse(spec: MoESpec, routed: ExpertStack, shared: ExpertStack) -> str 
         return "the routed experts have biases, the shared one has none"
     if spec.weight_place != "output":
         return f"the routing weight stands on the {spec.weight_place}"
-    lacks = lacks_kernel(spec)
-    if lacks is not None:
-        return f"no launch that finds slots by address computes {lacks}"
     for part, q in routed.parts.items():
         own = shared.part(part)
         if q.format != own.format:
             return f"the routed experts' {part} is {q.format}, the shared expert's {own.format}"
-        if q.scales is not None:
-            return f"{q.format} keeps its scales apart, and only raw blocks have a table of addresses"
         if q.shape[1:] != own.shape[1:] or q.data.stride()[1:] != own.data.stride()[1:]:
             return f"the routed experts' {part} is {list(q.shape[1:])}, the shared expert's {list(own.shape[1:])}"
+        for name in ("scales", "biases", "global_scale"):
+            a, b = (_laid_out(getattr(t, name)) for t in (q, own))
+            if a != b:
+                return f"the routed experts' {part} has {name} {a}, the shared expert's {b}"
     return None
+
+
+def _laid_out(t: torch.Tensor | None) -> tuple | None:
+    """What all slots of a tensor share: dtype, shape and strides of one."""
+    return None if t is None else (t.dtype, list(t.shape[1:]), t.stride()[1:])

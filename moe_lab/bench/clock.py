@@ -1,16 +1,17 @@
 """How long an arm takes in one cell: new rows every repetition, weights cold or warm, the clock named.
 
-On CUDA a pass over a rotation of calls is timed as one (`runner.Pass`): cold, the rotation touches more weight bytes
-than the L2 holds, with copies of the layer where one is too small; warm, it is the same call again. On a CPU each call
-is timed by the host's clock; cold, a buffer larger than the last cache is written before it. Copies of the weights
-would not do there: the torch arms keep what they decode, for each copy anew.
+On CUDA a pass over a rotation of calls is timed as one (`runner.Pass`), in a graph where the arm can take its work from
+the device: the bits are the same, and what is timed is the GPU, not the host that feeds it. Cold, the rotation touches
+more weight bytes than the L2 holds, with copies of the layer where one is too small; warm, it is the same call again.
+On a CPU each call is timed by the host's clock; cold, a buffer larger than the last cache is written before it. Copies
+of the weights would not do there: the torch arms keep what they decode, for each copy anew.
 """
 
 import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from moe_lab.arms import Arm
 from moe_lab.bench.cell import MOST_CALLS, Cell, Settings, clone, l2_bytes
 from moe_lab.bench.check import fresh
 from moe_lab.bench.runner import Pass, time_pass
-from moe_lab.layer import MoELayer
+from moe_lab.errors import LabError
+from moe_lab.execution.parts import check_on_device
+from moe_lab.layer import MoELayer, Options
 from moe_lab.routing import Routing
 
 BEYOND_L2 = 1.5
@@ -45,6 +48,16 @@ def clock(cell: Cell, arm: Arm, state: str, settings: Settings) -> Clocked:
     return run(cell, arm, state, settings)
 
 
+def in_graph(cell: Cell, arm: Arm) -> Options:
+    """The cell's options with routing on the device where this arm can go without the host, else as they are."""
+    on_device = replace(cell.options, routing="device")
+    try:
+        check_on_device(cell.layer, arm, on_device, cell.x.shape[1])
+    except LabError:
+        return cell.options
+    return on_device
+
+
 def _calls(cell: Cell, state: str) -> list[tuple[MoELayer, Tensor, Routing]]:
     """One call for each place of the rotation: layer, rows, picks."""
     r = len(cell.routings)
@@ -66,9 +79,11 @@ def _on_cuda(cell: Cell, arm: Arm, state: str, settings: Settings) -> Clocked:
     base = torch.stack([x for _, x, _ in calls])
     rows, draw = base.clone(), _draw(settings)
 
+    options = in_graph(cell, arm)
+
     def one(i: int) -> Callable[[], Tensor]:
         layer, _, routing = calls[i]
-        return lambda: layer(rows[i], arm, routing=routing, options=cell.options).out
+        return lambda: layer(rows[i], arm, routing=routing, options=options).out
 
     run = Pass([one(i) for i in range(len(calls))])
     timed = time_pass(

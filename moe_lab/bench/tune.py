@@ -1,11 +1,15 @@
 """Which arm is fastest where: measured once, by asking, and kept as the table that `auto` reads.
 
-Times are cold (weights from memory: the state a model's layer is in when its turn comes). Only arms that were right
-enter. An arm within 3 % of the fastest counts as equal, and of equals the earlier in AUTO_ORDER comes first, so that
-noise does not move a table.
+Times are cold (weights from memory: the state a model's layer is in when its turn comes), and on a GPU those of graphs,
+replayed, for every arm that needs no host (`clock`). Only arms that were right enter. An arm within 3 % of the fastest
+counts as equal, and of equals the earlier in AUTO_ORDER comes first, so that noise does not move a table.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from moe_lab.runs import Case, Record, Run, Status
 from moe_lab.user_cache import slug
 
 EQUAL = 1.03
+ABOUT = ("driver", "torch", "triton", "commit", "moe_lab", "date")
 SIZES = ("d_model", "d_expert", "experts", "top_k", "tokens")
 # Where an arm has no chance and costs minutes it is not timed. One that takes token after token has its batched twin's
 # bits; the reference took 2.4 to 29 times the best in all 12 cells tried on an H200. `auto` falls back to it all the
@@ -41,8 +46,8 @@ def tune(
     folder: str | Path | None = None,
 ) -> tuple[Run, Path]:
     """Measure the roof again and every arm that has a chance on the named shapes (none: all, on a CPU lab-42m alone),
-    and write the table: the user's own, or `<folder>/<device>.json`. LabError when nothing passed, which leaves the
-    old table.
+    and write the table: the user's own, or `<folder>/<device>.json`, at the end and also where the work is
+    interrupted. LabError when nothing passed, which leaves the old table.
     """
     where = resolve_device(device)
     top = roof(where, again=True)
@@ -51,13 +56,38 @@ def tune(
         formats=tuple(formats) if formats else SERVED,
         tokens=tuple(tokens) if tokens else TOKENS[where.type], device=device,
     )  # fmt: skip
-    run, _ = measure(asked, tuned(where.type), replace(settings or Settings(), states=("cold",)))
-    rows = table_rows(run.records)
+    path = own_path(top.device) if folder is None else Path(folder) / f"{slug(top.device)}.json"
+    runs: list[Run] = []
+    arms = tuned(where.type)
+    try:
+        for run in _by_format(asked, arms, replace(settings or Settings(), states=("cold",))):
+            runs.append(run)
+    finally:
+        rows = table_rows(r for run in runs for r in _whole(run, len(arms)))
+        if rows:
+            known = {**runs[0].environment, "date": runs[0].date}
+            write_table(path, top.device, rows, {name: known[name] for name in ABOUT})
     if not rows:
         raise LabError("nothing was right and timed within the budget, so no table was written.")
-    path = own_path(top.device) if folder is None else Path(folder) / f"{slug(top.device)}.json"
-    about = {name: run.environment[name] for name in ("driver", "torch", "triton", "commit", "moe_lab")}
-    return run, write_table(path, top.device, rows, {**about, "date": run.date})
+    return replace(runs[0], records=[r for run in runs for r in run.records]), path
+
+
+def _whole(run: Run, arms: int) -> list[Record]:
+    """Records of the T at which every arm had its turn: where the budget ran out, who was timed would win unopposed."""
+    seen = Counter(r.case.tokens for r in run.records)
+    return [r for r in run.records if seen[r.case.tokens] == arms]
+
+
+def _by_format(asked: Workload, arms: Sequence[str], settings: Settings) -> Iterator[Run]:
+    """A run for each shape and format, all within one budget."""
+    begin, formats = time.perf_counter(), asked.formats
+    assert isinstance(formats, tuple)
+    for subject, format in itertools.product(asked.subjects, formats):
+        left = settings.budget_s - (time.perf_counter() - begin)
+        if left <= 0:
+            warnings.warn(f"the budget of {settings.budget_s:g} s left out {subject} in {format} and on.", stacklevel=4)
+            return
+        yield measure(replace(asked, subject=subject, formats=(format,)), arms, replace(settings, budget_s=left))[0]
 
 
 def tuned(device: str) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ def expanded(x: Tensor) -> Tensor:
 
 
 class Watched:
-    """The arm, seen through the harness's eyes; `problems` fills as it runs. Lends every other attribute of the arm."""
+    """The arm, seen through the harness's eyes; `problems` fills as it runs. Lends every other attribute of the arm,
+    but those that are None: with them an arm says that it has no such member."""
 
     def __init__(self, arm: Arm, layout: Layout = as_given) -> None:
         self._arm, self._layout = arm, layout
@@ -52,7 +53,10 @@ class Watched:
         self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._arm, name)
+        lent = getattr(self._arm, name)
+        if lent is None:
+            raise AttributeError(f"arm {self._arm.name!r} has no {name}")
+        return lent
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
         """As the arm says."""

@@ -1,7 +1,8 @@
 """Which arena slot holds which expert, as the device looks it up.
 
 E experts, S slots. `slot_of` and `owner` say the same thing from both ends, and every lookup checks one against the
-other: a table that was not brought up to date when a slot changed hands cannot go unnoticed.
+other: a table that was not brought up to date when a slot changed hands cannot go unnoticed. Where layers share the
+slots, `owner` counts the experts of all of them, this layer's from `base` on.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from moe_lab.errors import LabError, LabTypeError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTable:
-    """slot_of int32 [E]: the arena slot that holds an expert, -1 for none; owner int32 [S]: the expert a slot holds.
-    LabTypeError for other dtypes, LabError for other shapes or devices."""
+    """slot_of int32 [E]: the arena slot that holds an expert, -1 for none; owner int32 [S]: the expert a slot holds, as
+    `base` + its number. LabTypeError for other dtypes, LabError for other shapes or devices."""
 
     slot_of: Tensor
     owner: Tensor
+    base: int = 0
 
     def __post_init__(self) -> None:
         for name, t in (("slot_of", self.slot_of), ("owner", self.owner)):
@@ -55,5 +57,5 @@ def absent(expert: int, where: str, slot: int, table: DeviceTable) -> str:
         return f"the slot table sends {who} to slot {slot}, but the arena has S={len(table.owner)} slots."
     return (
         f"the slot table is out of date: it sends {who} to slot {slot}, which holds "
-        f"{int(table.owner[slot])}. Bring slot_of and owner up to date together."
+        f"{int(table.owner[slot]) - table.base}. Bring slot_of and owner up to date together."
     )

@@ -5,6 +5,7 @@ import torch
 
 import moe_lab as lab
 from moe_lab.errors import LabError
+from moe_lab.routing import Routing
 from moe_lab.workspace import poisoned
 from moe_lab_kernels.gemv import gemv
 from moe_lab_kernels.gemv.lane_rows import quantize_lanes_ref
@@ -12,6 +13,7 @@ from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support.decode_layers import decode_layer, decode_rows
 from tests.support.kernel_cases import same_bits
 
+DEVICE = lab.Options(routing="device", verify_routing=True)
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
@@ -63,3 +65,23 @@ def test_arena_and_addresses_are_not_mixed() -> None:
     with pytest.raises(LabError, match="both tensors or both tables of addresses"):
         gemv.gemv(rows, torch.zeros(1, dtype=torch.int32), stack.gate.data, torch.zeros(1, 3, dtype=torch.int32),
                   "q2_k", out, w2=table, out2=out.clone())  # fmt: skip
+
+
+def test_a_live_cache_is_looked_up_by_the_kernels() -> None:
+    x = decode_rows(1)
+    picks = Routing(torch.tensor([[9, -1, -1, -1]]), torch.full((1, 4), 0.5))
+    with lab.ExpertCache(slots=1) as cache:
+        own = lab.open(lab.sample()).layer(3, cache=cache)
+        own.experts.device_table()  # from here on the table is told what arrives
+        made = [own(x, "gemv", routing=picks, options=how) for how in (DEVICE, DEVICE, lab.Options())]
+    assert [y.timing.misses for y in made] == [1, 0, 0]
+    assert all(torch.equal(y.out, made[2].out) for y in made)
+
+
+@pytest.mark.parametrize("arm", ["grouped", "gemv_mmq"])
+def test_work_lists_made_on_the_device_have_the_hosts_bits(arm: str) -> None:
+    layer, x = decode_layer(experts=3, top_k=1), decode_rows(11)
+    picks = Routing(torch.tensor([[1], *[[0]] * 9, [-1]]), torch.linspace(-1, 1, 11)[:, None])
+    with poisoned():
+        got = layer(x, arm, routing=picks, options=DEVICE)
+    assert torch.equal(got.out, layer(x, arm, routing=picks).out)

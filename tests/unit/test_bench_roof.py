@@ -10,7 +10,9 @@ import torch
 from moe_lab.arms import ARMS, table
 from moe_lab.arms.table import Row, own_path, ranked, write_table
 from moe_lab.bench import roof as roofs
+from moe_lab.bench import tune as tune_module
 from moe_lab.bench.cell import Settings
+from moe_lab.bench.cells import Workload
 from moe_lab.bench.roof import Roof, arithmetic_of, roof
 from moe_lab.bench.tune import table_rows, tune, tuned
 from moe_lab.bench.weights import make_layer
@@ -196,6 +198,40 @@ def test_tune_measures_and_auto_follows(measured: list[str], cache: Path, tmp_pa
     _, shipped = tune("cpu", folder=tmp_path, **about)
     assert shipped == tmp_path / f"{slug(cpu_name())}.json"
     assert json.loads(shipped.read_text())["about"]["torch"] == torch.__version__
+
+
+def test_a_cell_that_the_budget_cut_short_makes_no_row(
+    measured: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tune_module.measure
+
+    def short(workload: Workload, *given):
+        run, left = plain(workload, *given)
+        return replace(run, records=[r for r in run.records if r.arm != "gemv" or r.case.tokens == 1]), left
+
+    monkeypatch.setattr(tune_module, "measure", short)
+    quick = Settings(cell_ms=1.0, most=5, shrink=1)
+    tune("cpu", models=["lab-42m"], formats=["q8_0"], tokens=[1, 2], settings=quick)
+    assert [row.tokens for row in table.table(cpu_name())] == [1]
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(
+    measured: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, asked = tune_module.measure, []
+
+    def until(workload: Workload, *given):
+        asked.append(workload.formats)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return plain(workload, *given)
+
+    monkeypatch.setattr(tune_module, "measure", until)
+    quick = Settings(cell_ms=1.0, most=5, shrink=1)
+    with pytest.raises(KeyboardInterrupt):
+        tune("cpu", models=["lab-42m"], formats=["q8_0", "q4_0"], tokens=[1], settings=quick)
+    assert asked == [("q8_0",), ("q4_0",)]
+    assert {row.formats for row in table.table(cpu_name())} == {Q8}
 
 
 def test_arms_without_a_chance_are_not_timed() -> None:

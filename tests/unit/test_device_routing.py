@@ -75,6 +75,22 @@ def test_zero_experts_and_factors_on_the_output(form: str) -> None:
     assert bool((zero.route(x).ids >= E - 4).any())
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 40])
+@pytest.mark.parametrize("arm", ["gemv", "grouped", "mmq", "mmq_folded", "gemv_mmq"])
+def test_arms_that_take_a_plan_have_host_routings_bits_for_any_tokens(arm: str, tokens: int) -> None:
+    x = decode_rows(tokens)
+    for shared in ("main", "side"):
+        with poisoned():
+            got = layer()(x, arm, options=lab.Options(routing="device", shared=shared, verify_routing=True))
+        want = layer()(x, arm)
+        assert torch.equal(got.out, want.out)
+        assert got.timing.submissions == want.timing.submissions
+    ids = torch.where(torch.arange(tokens)[:, None] % 3 == 0, -1, want.routing.ids)
+    picks = Routing(ids, want.routing.weights)
+    skipped = layer()(x, arm, routing=picks, options=lab.Options(routing="device"))
+    assert torch.equal(skipped.out, layer()(x, arm, routing=picks).out)
+
+
 def test_table_is_gemv_for_one_token_and_refuses_two() -> None:
     x = decode_rows(1)
     for form in FORMS:
@@ -88,22 +104,29 @@ def test_table_is_gemv_for_one_token_and_refuses_two() -> None:
     assert layer()(decode_rows(0), "table").out.shape == (0, D)
 
 
+class ByTable:
+    """An arm of the user's that goes by a slot table alone."""
+
+    name, own = "by_table", Gemv()
+    supports, experts, experts_on_device = own.supports, own.experts, own.experts_on_device
+
+
 REFUSALS = {
-    "T=9": ({"routing": "device"}, 9, "gemv", "T <= 8 tokens, x has T=9"),
+    "T=9-by-table": (
+        {"routing": "device"},
+        9,
+        ByTable(),
+        "T <= 8 tokens, x has T=9.*one of the arms 'gemv', 'grouped'",
+    ),
+    "T=9-fused": ({"routing": "device", "shared": "fused"}, 9, "gemv", "T=9 goes by the plan, which has no group for"),
     "arm-of-the-host": (
         {"routing": "device"},
         2,
-        "grouped",
-        "'grouped' wants its groups from the host.*'table', 'gemv'",
+        "reference",
+        "'reference' wants its groups from the host.*'table', 'gemv', or for any number of tokens 'gemv', 'grouped'",
     ),
     "per-token": ({"routing": "device"}, 2, "per_token", "'per_token' wants its groups from the host"),
     "fused-per-token": ({"shared": "fused"}, 2, "per_token", "'per_token' does not take a further group"),
-    "fused-as-they-come": (
-        {"shared": "fused", "activation": "bf16"},
-        2,
-        "gemv",
-        "activation='bf16' slots are not found",
-    ),
     "fused-other-arm": ({"shared": "fused", "shared_arm": "reference"}, 2, "gemv", "shared_arm asks for 'reference'"),
 }
 
@@ -171,7 +194,7 @@ PLANTED = {
         lambda call: call.routing.weights.view(torch.int32).view(-1)[5:6].add_(1),
         r"weight of token 1, slot 1 is \d+ on the device",
     ),
-    "the plan": (lambda call: call.plan.token[0:1].fill_(1), r"plan.token of pair 0 \(token \d, slot \d\)"),
+    "the order of pairs": (lambda call: call.made.token[0:1].fill_(1), r"launch table's token of pair 0 \(token"),
     "the launch table": (lambda call: call.made.chunks[1, 2:].add_(1), "launch table differs at chunk 1"),
     "a row of the launch table": (lambda call: call.made.row[0:1].add_(1), r"launch table's row of pair 0 \(token"),
 }
@@ -194,8 +217,8 @@ def test_the_check_names_the_first_bit_that_differs(case: str, monkeypatch: pyte
 
 def test_the_header_tells_what_was_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Header] = []
-    read = device_routing.DeviceCall.read
-    monkeypatch.setattr(device_routing.DeviceCall, "read", lambda self: seen.append(read(self)) or seen[-1])
+    chunks = device_routing.DeviceCall.chunks
+    monkeypatch.setattr(device_routing.DeviceCall, "chunks", lambda self: seen.append(self.read()) or chunks(self))
     y = layer()(decode_rows(3), "gemv", options=lab.Options(routing="device"))
     assert torch.equal(seen[0].ids, y.routing.ids)
     assert torch.equal(seen[0].weights, y.routing.weights)

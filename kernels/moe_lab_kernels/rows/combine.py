@@ -4,7 +4,7 @@ T tokens, K slots a token, D model width. Reads T * K * D elements (+ T * D of t
 accumulator per token, one term after another: each product is rounded, then added (no fused multiply-add), slots in
 rank order or in the given order, then shared_gate * shared, then one rounding. No atomics: the bits depend neither on
 launch order nor on batch size, and the launcher, the interpreter and the reference agree bit for bit.
-Knows nothing about experts: rows, weights and ids only. A slot whose id is negative is skipped, its row never read.
+Knows nothing about experts: rows, weights and ids only. A slot whose id is no expert's is skipped, its row never read.
 """
 
 import torch
@@ -18,11 +18,12 @@ from moe_lab_kernels.gemv.body import let_the_next_kernel_start, wait_for_the_ke
 from moe_lab_kernels.primitives import offset64, round_to, to_f32
 
 BLOCK_CUDA, BLOCK_INTERPRETER = 256, 4096
+MOST_IDS = 2**31 - 1
 
 
 @jit
-def _combine(y, w, ids, order, shared, shared_gate, out, D, tiles, y_t, y_k, y_d, w_t, w_k, ids_t, ids_k, order_t,
-             order_k, shared_t, shared_d, gate_t, K: tl.constexpr, IDS: tl.constexpr, ORDER: tl.constexpr,
+def _combine(y, w, ids, order, shared, shared_gate, out, D, tiles, width, y_t, y_k, y_d, w_t, w_k, ids_t, ids_k,
+             order_t, order_k, shared_t, shared_d, gate_t, K: tl.constexpr, IDS: tl.constexpr, ORDER: tl.constexpr,
              SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program = (token, tile of D); tokens are on grid x because y and z stop at 65,535."""
     wait_for_the_kernel_before(PDL)
@@ -40,7 +41,8 @@ def _combine(y, w, ids, order, shared, shared_gate, out, D, tiles, y_t, y_k, y_d
             k = zero + tl.load(order + offset64(t, order_t) + i * order_k)
         weight = tl.load(w + offset64(t, w_t) + k * w_k)
         if IDS:
-            taken = tl.load(ids + offset64(t, ids_t) + k * ids_k) >= 0
+            id = tl.load(ids + offset64(t, ids_t) + k * ids_k)
+            taken = (id >= 0) & (id < width)
             value = to_f32(tl.load(row + k * y_k, mask=there & taken, other=0))
             acc = tl.where(taken, acc + value * weight, acc)
         else:
@@ -61,12 +63,14 @@ def combine(
     *,
     out_dtype: torch.dtype | None = None,
     ids: Int32[Tensor, "T K"] | None = None,
+    width: int = MOST_IDS,
     order: Int32[Tensor, "T K"] | None = None,
     pdl: bool = False,
 ) -> Float[Tensor, "T D"]:
     """Weighted sum over each token's K expert outputs (Triton), plus shared_gate * shared where given.
 
-    `shared_gate` is already squashed; None means 1. `out_dtype`: y's by default. `ids`: slots with id < 0 are skipped.
+    `shared_gate` is already squashed; None means 1. `out_dtype`: y's by default. `ids`: slots whose id is negative or
+    not below `width` are skipped.
     `order`: each token's slots in the order of addition (a permutation of 0..K-1); None is rank order. Any strides.
     `pdl`: start while the kernel before still runs (needs compute capability 9.0). LabError when T, K, D or devices
     disagree.
@@ -84,7 +88,7 @@ def combine(
     backend.launch(
         _combine,
         (t * tiles,),
-        *(y, w, *(w if v is None else v for v in optional), out, d, tiles, *y.stride(), *w.stride()),
+        *(y, w, *(w if v is None else v for v in optional), out, d, tiles, width, *y.stride(), *w.stride()),
         *(step for steps in strides for step in steps),
         *(k, *(v is not None for v in optional), block, pdl and on == "cuda"),
         device=y.device,
@@ -102,6 +106,7 @@ def combine_ref(
     *,
     out_dtype: torch.dtype | None = None,
     ids: Int32[Tensor, "T K"] | None = None,
+    width: int = MOST_IDS,
     order: Int32[Tensor, "T K"] | None = None,
     pdl: bool = False,
 ) -> Float[Tensor, "T D"]:
@@ -112,7 +117,11 @@ def combine_ref(
     for i in range(y.shape[1]):
         k = torch.full_like(token, i) if order is None else order[:, i].long()
         term = acc + y[token, k].float() * w[token, k, None]
-        acc = term if ids is None else torch.where(ids[token, k, None] >= 0, term, acc)
+        if ids is None:
+            acc = term
+        else:
+            id = ids[token, k, None]
+            acc = torch.where((id >= 0) & (id < width), term, acc)
     if shared is not None:
         acc = acc + (shared.float() if shared_gate is None else shared.float() * shared_gate[:, None])
     return out.copy_(acc)
