@@ -5,77 +5,67 @@
 
 Every way is checked first: the bytes of every expert it brings in against what was written. Then all ways of a part run
 in shuffled order, round after round, cold where a disk is meant; the medians of the rounds are what is compared.
-  disk    experts out of a packed file (direct), a model file in place (direct; through the page cache and out), the
-          packed file with the main thread busy in Python; the ceiling is the best of fio's direct runs, or of plain
-          preadv loops where there is no fio. Wanted: 0.95 of it, and at most 0.06 processor seconds a GB, packed.
+  disk    experts out of a packed file (direct; requests of --request-kib, and whole experts), a model file in place
+          (direct), the packed file through the page cache and out, and the packed file beside a main thread that is
+          busy in Python; the ceiling is the best of fio's direct runs with --request-kib, beside such a thread for
+          those that are, or of plain preadv loops where there is no fio. Wanted, packed and direct: 0.95 of it, at most
+          0.06 processor seconds a GB.
   memory  the same file out of the page cache; the ceiling is as many threads copying as much memory. Wanted: 0.7.
   device  page-locked host memory to a GPU: throughput against one large copy (0.95), and one expert that is asked for,
-          from the call until it is there, against its copy alone (1.2).
+          from the call until it is there, against its copy alone, from the call of it until it is there (1.2).
 """
 
 import argparse
 import csv
-import json
 import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.fetch_ceilings import Spinner, Trial, copies, fio, plain
 from benchmarks.fetch_files import check, drop, write_model
-from moe_lab.environment import environment
+from moe_lab.bench.runner import measured_on
 from moe_lab.errors import LabError
+from moe_lab.stream import calibration
 from moe_lab.stream.access import serves_direct
 from moe_lab.stream.cache import ExpertCache
-from moe_lab.stream.memory import LockedBlock, host_block
+from moe_lab.stream.memory import LockedBlock
 from moe_lab.stream.memory_source import MemorySource
 from moe_lab.stream.pack import pack
 from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.source import ExpertSource
 
-COLUMNS = ["part", "what", "gb_per_s_p20", "gb_per_s", "gb_per_s_p80", "ratio", "wanted", "ok", "cpu_s_per_gb", "us",
-           "n", "expert_mib", "request_kib", "threads", "io_mode", "device", "commit"]  # fmt: skip
-SMALLEST_COPY_BYTES = 256 << 20
-Trial = Callable[[int], tuple[float, float]]  # round -> (GB/s, processor seconds a GB)
-
-
-class Spinner:
-    """A main thread's worth of pure Python beside the readers."""
-
-    def __enter__(self) -> "Spinner":
-        self.stop = False
-        self.thread = threading.Thread(target=self._spin, daemon=True)
-        self.thread.start()
-        return self
-
-    def _spin(self) -> None:
-        n = 0
-        while not self.stop:
-            n += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.stop = True
-        self.thread.join()
+COLUMNS = ["part", "what", "gb_per_s_p20", "gb_per_s", "gb_per_s_p80", "ratio", "of", "wanted", "ok", "cpu_s_per_gb",
+           "cpu_ok", "us", "n", "expert_mib", "request_kib", "threads", "device", "driver", "torch", "triton",
+           "commit"]  # fmt: skip
+CPU_WANTED = 0.06  # processor seconds a GB
+BUSY = ", main busy"
 
 
 def fetches(
-    source: ExpertSource, args: argparse.Namespace, io: str, *, busy: bool = False, warm: bool = False
+    source: ExpertSource,
+    args: argparse.Namespace,
+    io: str,
+    *,
+    busy: bool = False,
+    warm: bool = False,
+    request_bytes: int | None = None,
 ) -> Trial:
-    """Lease experts in groups of 8 at random; every one is a miss."""
+    """Lease experts in groups of 8 at random; every one is a miss. `request_bytes`: None, as the command line says."""
     per_trial = max(8, (args.trial_mib << 20) // source.expert_nbytes(0) // 8 * 8)
 
     def trial(number: int) -> tuple[float, float]:
         draw = random.Random(number)
         picks = [draw.sample(range(source.num_experts(0)), 8) for _ in range(per_trial // 8)]
+        set_request(source.path, request_bytes or args.request_kib << 10)
         if not warm:
             drop(source.path)
         with ExpertCache(slots=8, threads=args.threads, io=io, policy="lru") as cache:  # type: ignore[arg-type]
@@ -96,66 +86,6 @@ def fetches(
     return trial
 
 
-def fio(path: Path, args: argparse.Namespace, engine: str, jobs: int, depth: int) -> Trial:
-    """One of fio's direct runs: random requests of the same size over the same file."""
-
-    def trial(number: int) -> tuple[float, float]:
-        drop(path)
-        total = args.trial_mib << 20
-        command = [
-            "fio", "--name=x", f"--filename={path}", "--rw=randread", f"--bs={args.request_kib}k", "--direct=1",
-            f"--ioengine={engine}", f"--numjobs={jobs}", f"--iodepth={depth}", "--thread", "--group_reporting",
-            f"--size={path.stat().st_size // 4096 * 4096}", f"--io_size={total // jobs}", f"--randseed={number + 1}",
-            "--output-format=json", "--norandommap",
-        ]  # fmt: skip
-        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-        job = json.loads(told[told.index("{") :])["jobs"][0]
-        read, seconds = job["read"], job["read"]["runtime"] / 1e3
-        cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds * jobs
-        return read["io_bytes"] / seconds / 1e9, cpu / (read["io_bytes"] / 1e9)
-
-    return trial
-
-
-def plain(path: Path, args: argparse.Namespace) -> Trial:
-    """As many threads that do nothing but preadv requests of that size, past the page cache."""
-    from moe_lab.stream.calibrate import read_trial
-
-    def trial(number: int) -> tuple[float, float]:
-        total = args.trial_mib << 20
-        seconds, used = read_trial(path, (args.threads, args.request_kib << 10, "direct"), total, number)
-        return total / seconds / 1e9, used / (total / 1e9)
-
-    return trial
-
-
-def copies(args: argparse.Namespace) -> Trial:
-    """As many threads copying requests between two buffers far larger than the caches."""
-    size = max(SMALLEST_COPY_BYTES, args.trial_mib << 20)
-    request = args.request_kib << 10
-    source, to = (host_block(size).numpy() for _ in range(2))
-    source[:] = 1
-    to[:] = 2
-
-    def trial(number: int) -> tuple[float, float]:
-        order = np.random.default_rng(number).permutation(size // request)
-
-        def work(mine: np.ndarray) -> None:
-            for i in mine.tolist():
-                np.copyto(to[i * request : (i + 1) * request], source[i * request : (i + 1) * request])
-
-        threads = [threading.Thread(target=work, args=(order[n :: args.threads],)) for n in range(args.threads)]
-        begin, used = time.perf_counter(), time.process_time()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        gb = len(order) * request / 1e9
-        return gb / (time.perf_counter() - begin), (time.process_time() - used) / gb
-
-    return trial
-
-
 def measured(trials: dict[str, Trial], rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Rounds of all trials, each round in another order; the first round warms up."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in trials}
@@ -168,25 +98,33 @@ def measured(trials: dict[str, Trial], rounds: int) -> dict[str, list[tuple[floa
     return found
 
 
-def rows(part: str, found: dict[str, Any], ceilings: tuple[str, ...], wants: dict[str, float]) -> Iterator[dict]:
-    """A row for each way: medians, and the ratio to the best ceiling's median."""
-    top = max(statistics.median(v for v, _ in found[name]) for name in ceilings)
+def rows(part: str, found: dict[str, Any], ceilings: Sequence[str], wants: Mapping[str, float]) -> Iterator[dict]:
+    """A row for each way: medians, and the ratio to the best ceiling's median; for ways beside a busy main thread to
+    the best of the ceilings beside one, where there is any.
+    """
+    speed = {name: statistics.median(v for v, _ in values) for name, values in found.items()}
     for name, values in found.items():
-        speeds = sorted(v for v, _ in values)
-        p20, p50, p80 = (float(np.percentile(speeds, p)) for p in (20, 50, 80))
-        cpu = statistics.median(c for _, c in values)
-        want = wants.get(name)
+        beside = [c for c in ceilings if c.endswith(BUSY) == name.endswith(BUSY)] or ceilings
+        top = max(beside, key=lambda c: speed[c])
+        p20, p80 = (float(np.percentile([v for v, _ in values], p)) for p in (20, 80))
+        cpu, want, ratio = statistics.median(c for _, c in values), wants.get(name), speed[name] / speed[top]
         yield {
-            "part": part, "what": name, "gb_per_s_p20": p20, "gb_per_s": p50, "gb_per_s_p80": p80, "ratio": p50 / top,
-            "wanted": want, "ok": "" if want is None else p50 / top >= want, "cpu_s_per_gb": cpu, "n": len(values),
+            "part": part, "what": name, "gb_per_s_p20": p20, "gb_per_s": speed[name], "gb_per_s_p80": p80,
+            "ratio": ratio, "of": top, "wanted": want, "ok": "" if want is None else ratio >= want,
+            "cpu_s_per_gb": cpu, "cpu_ok": cpu <= CPU_WANTED if want is not None and part == "disk" else "",
+            "n": len(values),
         }  # fmt: skip
 
 
 def disk_part(model: ExpertSource, packed: PackedSource, args: argparse.Namespace) -> Iterator[dict]:
     """Every way to read from the disk."""
+    direct = {
+        f"packed, direct{size}{beside}": fetches(packed, args, "direct", busy=bool(beside), request_bytes=request)
+        for size, request in (("", None), (", whole experts", packed.expert_nbytes(0)))
+        for beside in ("", BUSY)
+    }
     trials: dict[str, Trial] = {
-        "packed, direct": fetches(packed, args, "direct"),
-        "packed, direct, main busy": fetches(packed, args, "direct", busy=True),
+        **direct,
         "in place, direct": fetches(model, args, "direct"),
         "packed, dropped": fetches(packed, args, "dropped"),
         f"preadv x{args.threads}": plain(packed.path, args),
@@ -194,11 +132,11 @@ def disk_part(model: ExpertSource, packed: PackedSource, args: argparse.Namespac
     ceilings = [f"preadv x{args.threads}"]
     if shutil.which("fio"):
         for engine, jobs, depth in (("psync", args.threads, 1), ("libaio", 1, 8)):
-            name = f"fio {engine} jobs {jobs} depth {depth}"
-            trials[name] = fio(packed.path, args, engine, jobs, depth)
+            for beside in ("", BUSY):
+                name = f"fio {engine} jobs {jobs} depth {depth}{beside}"
+                trials[name] = fio(packed.path, args, engine, jobs, depth, busy=bool(beside))
         ceilings = [name for name in trials if name.startswith("fio")]
-    wants = {"packed, direct": 0.95, "packed, direct, main busy": 0.95}
-    yield from rows("disk", measured(trials, args.rounds), tuple(ceilings), wants)
+    yield from rows("disk", measured(trials, args.rounds), ceilings, dict.fromkeys(direct, 0.95))
 
 
 def memory_part(packed: PackedSource, args: argparse.Namespace) -> Iterator[dict]:
@@ -209,7 +147,7 @@ def memory_part(packed: PackedSource, args: argparse.Namespace) -> Iterator[dict
             os.pread(file.fileno(), segment.nbytes, segment.file_offset)
     trials = {
         "packed, page cache": fetches(packed, args, "buffered", warm=True),
-        "packed, page cache, main busy": fetches(packed, args, "buffered", warm=True, busy=True),
+        f"packed, page cache{BUSY}": fetches(packed, args, "buffered", warm=True, busy=True),
         f"memcpy x{args.threads}": copies(args),
     }
     found = measured(trials, args.rounds)
@@ -250,15 +188,17 @@ def device_part(source: ExpertSource, args: argparse.Namespace) -> Iterator[dict
             ask.append(_waited_us(lambda e=expert: single.lease(memory, 0, [e]).release()))
             copy.append(_waited_us(lambda: there[:nbytes].copy_(one[:nbytes], non_blocking=True)))
         events = [_event_us(there[:nbytes], one[:nbytes]) for _ in range(100)]
-    fair = statistics.median(events)
-    for name, times in (("one expert asked for", ask[20:]), ("its copy, host clock", copy[20:]), ("its copy", events)):
+    alone = {"its copy, as the host sees it": copy[20:], "its copy, as the GPU does": events}
+    for name, times in {"one expert asked for": ask[20:], **alone}.items():
         us = statistics.median(times)
         want = 1.2 if name == "one expert asked for" else None
+        of = next(iter(alone)) if want else list(alone)[-1]
+        fair = statistics.median(alone[of])
         slow, fast = (nbytes / float(np.percentile(times, p)) / 1e3 for p in (80, 20))
         yield {
             "part": "device", "what": name, "us": us, "gb_per_s": nbytes / us / 1e3, "gb_per_s_p20": slow,
-            "gb_per_s_p80": fast, "ratio": us / fair, "wanted": want, "ok": "" if want is None else us / fair <= want,
-            "n": len(times),
+            "gb_per_s_p80": fast, "ratio": us / fair, "of": of, "wanted": want,
+            "ok": "" if want is None else us / fair <= want, "n": len(times),
         }  # fmt: skip
 
 
@@ -306,7 +246,6 @@ def main() -> int:
     folder, done = args.folder or args.out, []
     count = max(16, int(args.file_gib * 2**30) // (args.expert_mib << 20))
     raw, row_file = folder / "fetch_model.bin", folder / "fetch_model.experts"
-    set_request(args.request_kib << 10)
     try:
         model = write_model(raw, count, args.expert_mib << 20)
         packed = PackedSource(pack(model, row_file).path)
@@ -325,10 +264,10 @@ def main() -> int:
 
 def all_rows(model: ExpertSource, packed: PackedSource, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every part's rows, once every way has shown the right bytes."""
-    parts, env = args.parts.split(","), environment()
+    parts, where = args.parts.split(","), measured_on()
     direct = serves_direct(model.path)
-    ios = ("direct", "dropped", "buffered") if direct else ("dropped", "buffered")
-    ways = [(source, {"io": io}) for source in (model, packed) for io in ios]
+    files = [(packed, "direct"), (packed, "dropped"), (model, "direct")] if direct and "disk" in parts else []
+    ways = [(source, {"io": io}) for source, io in [*files, (packed, "buffered")]]
     ways += [(packed, {"io": "buffered", "device": "cuda"})] if "device" in parts else []
     for source, how in ways:
         print(f"right: {source!r} {how} -> {check(source, model.block, **how)}", flush=True)  # type: ignore[attr-defined]
@@ -342,15 +281,12 @@ def all_rows(model: ExpertSource, packed: PackedSource, args: argparse.Namespace
     for part in parts:
         for row in measure[part]():
             about = {"expert_mib": args.expert_mib, "request_kib": args.request_kib, "threads": args.threads}
-            yield {**row, **about, "device": env["device"], "commit": env["commit"]}
+            yield {**row, **about, **where}
 
 
-def set_request(nbytes: int) -> None:
-    """Readers take this request size whatever this machine's calibration says."""
-    from moe_lab.stream import cache
-    from moe_lab.stream.calibration import Reading
-
-    cache.reading_for = lambda path: Reading(4, nbytes)  # type: ignore[assignment]
+def set_request(path: Path, nbytes: int) -> None:
+    """Readers of `path` take this request size whatever this machine's calibration says."""
+    calibration._remembered[calibration.calibration_path(), calibration.mount_of(path)] = calibration.Reading(4, nbytes)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -359,7 +295,8 @@ def line(row: dict[str, Any]) -> str:
     us = f" {row['us']:8.1f} us" if row.get("us") else ""
     cpu = f" {row['cpu_s_per_gb']:.3f} cpu-s/GB" if row.get("cpu_s_per_gb") else ""
     want = "" if row.get("wanted") is None else f" wanted {row['wanted']}: {'yes' if row['ok'] else 'NO'}"
-    return f"{row['part']:7} {row['what']:32}{speed}{us}  ratio {row['ratio']:.3f}{cpu}{want}"
+    told = f"{row['part']:7} {row['what']:41}{speed}{us}  ratio {row['ratio']:.3f}{cpu}{want}"
+    return told + (" (cpu too much)" if row.get("cpu_ok") is False else "")
 
 
 if __name__ == "__main__":

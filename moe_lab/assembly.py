@@ -11,9 +11,10 @@ from moe_lab.checkpoint.layout import LayerLayout, MoELayout
 from moe_lab.checkpoint.tensor_file import TensorFile
 from moe_lab.families.row import NORMS
 from moe_lab.layer import MoELayer
+from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
-from moe_lab.weights import Latent, ResidualNorms, RouterWeights, SharedWeights
+from moe_lab.weights import Latent, ResidualNorms, RouterWeights, SharedWeights, on_device
 
 
 class LayerReader:
@@ -45,6 +46,12 @@ class LayerReader:
             self._layer.spec, router=self._router(), source=source, layer=self._number, cache=cache,
             biases=self._biases(), shared=self._shared(), device=self._device, model_hash=self._file.model_hash,
         )  # fmt: skip
+
+    def router(self) -> tuple[MoESpec, RouterWeights]:
+        """The layer's spec and router alone, as next-layer prediction wants them."""
+        router = self._router()
+        router.check(self._layer.spec)
+        return self._layer.spec, on_device(router, self._device)
 
     def _dense(self, role: str) -> Tensor | None:
         stored = self._layer.tensors.get(role)

@@ -22,10 +22,12 @@ from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution.call import Execution
 from moe_lab.execution.capture import CapturedLayer, Inputs, check_capture
 from moe_lab.execution.options import Options
+from moe_lab.execution.parts import settle
 from moe_lab.formats import QuantTensor
-from moe_lab.routing import Routing, choice_margin, plan, route, route_plan
+from moe_lab.routing import Routing, choice_margin, route
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.prediction import Successor
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.table_experts import TableExperts
@@ -41,6 +43,7 @@ from moe_lab.weights import (
     on_device,
     split_biases,
 )
+from moe_lab_kernels.backend import backend_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -104,6 +107,7 @@ class MoELayer:
         self.shared_stack = shared.stack() if shared is not None else None
         self._fused: FusedStack | None = None
         self.settled: dict[Any, Any] = {}
+        self.successor: Successor | None = None  # the next MoE layer, for `Options.prefetch`
 
     @classmethod
     def from_tensors(
@@ -240,21 +244,17 @@ class MoELayer:
     def _execute(
         self, run: Execution, routing: Routing | None, token_ids: Tensor | None, branch: Tensor | None
     ) -> tuple[Tensor, Routing]:
-        own, logits = self.router_weights.for_routing(), None
+        vectors = {**self.router_weights.for_routing(), "token_ids": token_ids}
         run.fork()
         with run.phase("route"):
-            if routing is None:
-                logits = router_logits(run.x, self.router_weights, self.spec)
-                routing, expert_plan = route_plan(logits, self.spec.router, token_ids=token_ids, **own)
-            else:
-                width = self.spec.router.width
-                routing = routing if routing.width == width else replace(routing, width=width)
-                expert_plan = plan(routing, self.spec.num_experts)
+            logits = router_logits(run.x, self.router_weights, self.spec) if routing is None else None
+            routing = run.route(routing, logits, vectors)
+            run.lookahead.guess(run.x)
         if branch is None:
             run.start_beside()
         with run.phase("route"):
-            run.plan_work(routing, expert_plan)
-            run.verify(logits, {**own, "token_ids": token_ids})
+            run.plan_work(routing)
+            run.verify(routing, logits, vectors)
         run.enter(routing)
         run.experts()
         with run.phase("compute"):
@@ -270,16 +270,18 @@ class MoELayer:
         options: Options | None = None,
         token_ids: Int[Tensor, " T"] | None = None,
     ) -> CapturedLayer:
-        """The call for T = `tokens` <= 8 rows of `dtype` as a CUDA graph: a callable(x) with the bits of an eager call.
+        """The call for T = `tokens` rows of `dtype` as a CUDA graph: a callable(x) with the bits of an eager call. More
+        than 8 tokens want an arm that takes a plan: grouped, mmq, mmq_folded.
 
         Routing runs on the device inside the graph; with `routing` given, its picks are used (and may be replaced at
-        each call). `token_ids` for hash routing. LabError on a CPU, for streamed experts, and for T > 8.
+        each call). `token_ids` for hash routing. LabError on a CPU, for streamed experts, and for arms that cannot.
         """
         options = options or Options()
         tokens = wants_whole("capture's T", tokens)
         check_capture(self, tokens, options, routing)
         x = torch.zeros(tokens, self.spec.d_model, dtype=dtype, device=self.device)
         self._check_input(x, routing)
+        settle(self, arm, replace(options, routing="device"), backend_of(x), tokens)
         if routing is not None:
             routing = Routing(routing.ids.clone(), routing.weights.clone())
         token_ids = None if token_ids is None else token_ids.to(self.device).clone()

@@ -4,6 +4,7 @@ The only place that joins files, families, streaming and layers. GGUF (one file 
 index, a folder as Hugging Face lays it out).
 """
 
+import copy
 import os
 import reprlib
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from moe_lab.checkpoint import TensorFile, TensorInfo, open_tensor_file
 from moe_lab.checkpoint.expert_slice import ExpertSlice
 from moe_lab.checkpoint.layout import LayerLayout, MoELayout, family_of_file, read_layout
 from moe_lab.checkpoint.names import Stored
+from moe_lab.checkpoint.rawfile import ReadCall
 from moe_lab.checkpoint.slices import ROUTED, expert_slices
 from moe_lab.checks import wants, wants_path
 from moe_lab.devices import resolve_device
@@ -30,6 +32,7 @@ from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.packed import PackedSource
+from moe_lab.stream.prediction import Successor
 from moe_lab.stream.source import ExpertSource
 
 
@@ -151,8 +154,20 @@ class Checkpoint:
         self._layer(i)
         if cache is not None:
             wants("cache", cache, ExpertCache, "a lab.ExpertCache, such as lab.ExpertCache(slots=8)")
-        reader = LayerReader(self._file, self._known_layout(), i, resolve_device(device))
-        return reader.resident() if cache is None else reader.streamed(self.expert_source, cache)
+        where = resolve_device(device)
+        reader = LayerReader(self._file, self._known_layout(), i, where)
+        if cache is None:
+            return reader.resident()
+        layer = reader.streamed(self.expert_source, cache)
+        layer.successor = self._successor(i, where)
+        return layer
+
+    def _successor(self, i: int, device: torch.device) -> Successor:
+        """The MoE layer after `i`, whose router is read when a prediction first asks for it."""
+        later = self.moe_layers[self.moe_layers.index(i) + 1 :]
+        if not later:
+            return Successor.none()
+        return Successor(later[0], LayerReader(self._file, self._known_layout(), later[0], device).router)
 
     def layer_spec(self, layer: int) -> MoESpec:
         """One layer's spec: layers differ where a setting, such as a clamp or hash routing, is a layer's own."""
@@ -176,6 +191,12 @@ class Checkpoint:
             return in_place
         self._packed.check_parts(in_place)
         return self._packed
+
+    def reading_through(self, call: ReadCall) -> "Checkpoint":
+        """The same model, whose caches read with `call` in the place of `os.preadv`: slow disks, disks with faults."""
+        other = copy.copy(self)
+        other.__dict__["expert_source"] = self.expert_source.reading_through(call)
+        return other
 
     def _layer(self, layer: int) -> LayerLayout:
         layers = self._known_layout().layers

@@ -303,24 +303,26 @@ def plan(routing: Routing, num_experts: int, *, backend: BackendChoice = "auto")
     """
     wants("routing", routing, Routing, "a lab.Routing: lab.route makes one, lab.Routing(ids, weights) wraps your own")
     num_experts = wants_whole("num_experts", num_experts, 1, MOST_EXPERTS)
-    _check_experts(routing, num_experts)
+    width = check_picks(routing, num_experts)
     ids, weights = routing.ids, routing.weights
-    width = max(num_experts, routing.width or num_experts)
-    if not ids.is_cuda:
-        _refuse_invalid(ids, width)
     why = f"E={num_experts}" if num_experts > plan_kernel.MOST_EXPERTS else None
     kernel = _takes_kernel(backend, why, weights)
     return ExpertPlan(*(plan_kernel.plan if kernel else plan_kernel.plan_ref)(ids, weights, num_experts, width))
 
 
-def _check_experts(routing: Routing, num_experts: int) -> None:
-    """LabError where the routing says another E: ids beyond it would be taken for zero-computation experts."""
+def check_picks(routing: Routing, num_experts: int) -> int:
+    """The width that picks of `num_experts` experts have. LabError where the routing says another E (ids beyond it
+    would be taken for zero-computation experts), and on a CPU, where the host may look, for an id that is none."""
     if routing.num_experts is not None and num_experts != routing.num_experts:
         raise LabError(
             f"num_experts={num_experts}, but these picks are of a router of E={routing.num_experts} experts."
         )
     if routing.width is not None and num_experts > routing.width:
         raise LabError(f"num_experts={num_experts}, but these picks are of a router of R={routing.width} scores.")
+    width = max(num_experts, routing.width or num_experts)
+    if not routing.ids.is_cuda:
+        _refuse_invalid(routing.ids, width)
+    return width
 
 
 def _refuse_invalid(ids: Tensor, width: int) -> None:
@@ -328,6 +330,19 @@ def _refuse_invalid(ids: Tensor, width: int) -> None:
     if bool(wrong.any()):
         token, slot = (int(v) for v in wrong.nonzero()[0])
         raise LabError(f"routing.ids[{token}, {slot}] is {int(ids[token, slot])}; wanted -1 (skip) or 0..{width - 1}.")
+
+
+def flagged_picks(logits: Tensor, spec: RouterSpec, **vectors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """ids int32 [T, K], weights fp32 [T, K], and which rows held a NaN or +inf: int32 [T] flags or their count 0-d.
+    `vectors`: those of `route`, which this is without the sum over the flags that costs a launch."""
+    own = {name: vectors.get(name) for name in ("correction_bias", "per_expert_scale")}
+    if _takes_kernel("auto", unserved(spec), logits, **own):
+        asked = (vectors.get(name) for name in ("correction_bias", "hash_table", "token_ids", "per_expert_scale"))
+        check_route(logits, spec, *asked)
+        return topk_kernel.topk(logits, spec, **own)
+    routing = route(logits, spec, **vectors)  # pyright: ignore[reportArgumentType]
+    assert routing.affected_rows is not None
+    return routing.ids, routing.weights, routing.affected_rows
 
 
 def route_plan(

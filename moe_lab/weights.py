@@ -13,6 +13,7 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.arms import ExpertBiases, ExpertStack
+from moe_lab.checks import wants
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
@@ -193,6 +194,8 @@ def as_quant(w: "Tensor | QuantTensor", name: str, shape: tuple[int, ...]) -> Qu
         if w.dtype not in names:
             raise LabTypeError(f"{name} is {w.dtype}; wanted float32, float16, bfloat16 or a QuantTensor.")
         w = QuantTensor.from_bytes(w.contiguous().view(torch.uint8), names[w.dtype], tuple(w.shape))
+    fix = "; its .to_raw() is one" if hasattr(w, "to_raw") else ""
+    wants(name, w, QuantTensor, f"a float tensor or a QuantTensor{fix}")
     if tuple(w.shape) != shape:
         raise LabError(f"{name} has shape {tuple(w.shape)}; the spec wants {shape}.")
     return w

@@ -33,20 +33,18 @@ class _Block:
     """A piece of memory, the free list it belongs to, and the views of it handed out before: a decode step asks for the
     same ones again and again."""
 
-    __slots__ = ("_views", "memory", "nbytes", "pool")
+    __slots__ = ("memory", "nbytes", "pool", "views")
 
     def __init__(self, nbytes: int, pool: str, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes, self.pool = nbytes, pool
-        self._views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+        self.views: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
 
     def view(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The first `nbytes` as a tensor."""
-        made = self._views.get((dtype, shape))
-        if made is None:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            made = self._views[dtype, shape] = self.memory[:nbytes].view(dtype).view(shape)
+        """The first `nbytes` as a new tensor, kept in `views`."""
+        if len(self.views) >= MOST_VIEWS:
+            self.views.clear()
+        made = self.views[dtype, shape] = self.memory[:nbytes].view(dtype).view(shape)
         return made
 
     def poison(self) -> None:
@@ -110,7 +108,7 @@ class Workspace:
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, user: str, lane: str) -> Tensor:
         """See `Scratch.take`."""
-        held = self._live.get((lane, name))
+        held = self._live.get((lane, name))  # some twenty times a decode step: kept short
         if held is not None:
             raise LabError(
                 f"workspace: {user!r} asks for buffer {name!r} of lane {lane!r}, which {held[0]!r} still uses. "
@@ -122,7 +120,8 @@ class Workspace:
         if self.poison:
             block.poison()
         self._live[lane, name] = user, block
-        return block.view(nbytes, dtype, shape)
+        made = block.views.get((dtype, shape))
+        return block.view(nbytes, dtype, shape) if made is None else made
 
     def give(self, name: str, lane: str) -> None:
         """Give a buffer back. LabError for a name that is not live."""

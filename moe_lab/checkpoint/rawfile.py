@@ -65,12 +65,17 @@ class RawFile:
         """Give the descriptor back; a second call does nothing."""
         self._close()
 
-    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
-        """Fill `view` (bytes) from `offset`, looping over short reads. CheckpointError when the file ends first."""
-        done, wanted = 0, view.nbytes
+    def read_into(
+        self, offset: int, view: memoryview, *, tensor: str | None = None, request_bytes: int = MAX_READ_BYTES
+    ) -> None:
+        """Fill `view` (bytes) from `offset`, looping over short reads; at most `request_bytes` a call of the system's.
+
+        CheckpointError when the file ends first.
+        """
+        done, wanted, most = 0, view.nbytes, min(request_bytes, MAX_READ_BYTES)
         while done < wanted:
             try:
-                got = self._read_call(self.fd, [view[done : done + MAX_READ_BYTES]], offset + done)
+                got = self._read_call(self.fd, [view[done : done + most]], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:

@@ -3,8 +3,8 @@
 Knows a layer by its parts alone; what the steps mean and in which order they come is the layer's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from moe_lab.arms import (
     Arm,
     ArmContext,
     ExpertStack,
+    Group,
+    PlannedWork,
     Schedule,
     Work,
     batched_schedule,
@@ -23,19 +25,22 @@ from moe_lab.arms import (
     waves,
 )
 from moe_lab.arms.fused import EVERYONE, with_everyone
-from moe_lab.arms.guard import blaming, counting, expect_nothing, expect_shared
+from moe_lab.arms.guard import blaming, counting, expect_nothing, expect_shared, is_own
 from moe_lab.block import branch_rows, is_plain, leave, routed_rows, shared_rows
-from moe_lab.execution.device_routing import DeviceCall
+from moe_lab.execution.device_routing import DeviceCall, verify_plan
+from moe_lab.execution.lookahead import Lookahead
 from moe_lab.execution.options import Options
-from moe_lab.execution.parts import LayerParts, settle
+from moe_lab.execution.parts import LayerParts, settle, takes_plan
 from moe_lab.execution.shared_lane import MAIN, SIDE, side_lane
-from moe_lab.routing import ExpertPlan, Routing
-from moe_lab.stream.provider import StreamedExperts
+from moe_lab.execution.two_phase import phases, worth_two
+from moe_lab.routing import ExpertPlan, Routing, plan, route_plan
+from moe_lab.stream.provider import Fetched, ResidentExperts, StreamedExperts
+from moe_lab.stream.slots import split_waves
 from moe_lab.stream.table_experts import TableExperts
-from moe_lab.timing import Phase, PhaseClock, Timing, Unclocked
+from moe_lab.timing import LEVEL, Phase, PhaseClock, Timing, Unclocked
 from moe_lab.workspace import Scratch, borrowed
 from moe_lab_kernels.backend import backend_of, count_launches
-from moe_lab_kernels.rows import combine
+from moe_lab_kernels.rows import combine, shared_gate
 
 
 class Execution:
@@ -46,8 +51,9 @@ class Execution:
 
     def __init__(self, layer: LayerParts, x: Tensor, arm: str | Arm, options: Options) -> None:
         self.layer, self.x, self.options = layer, x.contiguous(), options
+        self.tokens = x.shape[0]
         self.backend = backend_of(x)
-        who = settle(layer, arm, options, self.backend, len(x))
+        who = settle(layer, arm, options, self.backend, self.tokens)
         self.arm, self.shared_arm, self.shared_spec, self.fused = who.arm, who.shared_arm, who.shared_spec, who.fused
         self.work = Work()
         dtype = x.dtype if options.stores == "input" else torch.float32
@@ -57,11 +63,13 @@ class Execution:
         self.rows, self.y = self.x, x.new_empty(0)
         self.hits = self.misses = self.bytes_read = 0
         self.capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.clock = Unclocked() if self.capturing else PhaseClock(x.device)
+        self.clock = Unclocked() if self.capturing or LEVEL.get() == 0 else PhaseClock(x.device)
         self.lane = side_lane(x.device) if options.shared == "side" else None
+        self.lookahead = Lookahead(layer.experts, layer.successor, options)
         self._beside: Tensor | None = None
         self._schedule: Schedule | None = None
         self._device: DeviceCall | None = None
+        self._plan: ExpertPlan | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> "Execution":
@@ -83,22 +91,40 @@ class Execution:
             self.scratch = scratch
         return scratch
 
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """A clock phase; with `sync_timing` it ends only when the device is idle."""
-        with self.clock.phase(name):
-            yield
-            if self.options.sync_timing:
-                self.clock.synchronize()
+        return self._waited(name) if self.options.sync_timing else self.clock.phase(name)
 
     @contextmanager
-    def leased(self, experts: Sequence[int]) -> Iterator[ExpertStack]:
-        """The weights of `experts`, held while the block runs; getting them is the fetch phase."""
+    def _waited(self, name: Phase) -> Iterator[None]:
+        with self.clock.phase(name):
+            yield
+            self.clock.synchronize()
+
+    @contextmanager
+    def begun(self, experts: Sequence[int], last: bool) -> Iterator[Fetched]:
+        """The weights of `experts`, held while the block runs; what has to be read may be on its way still. Getting
+        them is the fetch phase. Behind the `last` ones of a call, what was guessed of the next layer begins."""
         with ExitStack() as held:
             with self.phase("fetch"):
                 fetched = held.enter_context(self.layer.experts.lease(experts))
             self.hits, self.misses = self.hits + fetched.hits, self.misses + fetched.misses
             self.bytes_read += fetched.bytes_read
+            if last:
+                self.lookahead.begin()
+            yield fetched
+
+    def landed(self, fetched: Fetched) -> None:
+        """Wait for what is still on its way."""
+        with self.phase("fetch"):
+            fetched.wait()
+
+    @contextmanager
+    def leased(self, experts: Sequence[int], last: bool = True) -> Iterator[ExpertStack]:
+        """The weights of `experts`, all of them in place, held while the block runs."""
+        with self.begun(experts, last) as fetched:
+            if fetched.awaited:
+                self.landed(fetched)
             yield fetched.stack
 
     def fork(self) -> None:
@@ -112,31 +138,61 @@ class Execution:
             with self.phase("compute"), self.lane.running():
                 self._beside = self._branch(self._open("shared expert", SIDE))
 
-    def plan_work(self, routing: Routing, plan: ExpertPlan) -> None:
-        """Settle who computes what: groups on the host, which reads the plan back, or a launch table on the device."""
-        if self.options.routing == "host":
-            per_token = getattr(self.arm, "per_token", False)
-            schedule = (per_token_schedule if per_token else batched_schedule)(plan)
-            self._schedule = with_everyone(schedule, len(self.x), routing.top_k) if self.fused else schedule
-            return
-        experts = self.layer.experts
-        assert not isinstance(experts, StreamedExperts)
-        self._device = DeviceCall(routing, plan, experts.table, self.ctx.chunk_rows, self.fused, self.backend)
-        if not self.capturing:
-            self._device.send()
+    def route(self, given: Routing | None, logits: Tensor | None, vectors: Mapping[str, Any]) -> Routing:
+        """The picks of the router's logits, or the given ones with its width, and what work they make: their plan, or
+        on the device a launch table."""
+        spec, experts = self.layer.spec, self.layer.experts
+        if given is not None and given.width != spec.router.width:
+            given = replace(given, width=spec.router.width)
+        if self.options.routing == "device" and not takes_plan(self.arm, self.tokens):
+            table = experts.device_table() if isinstance(experts, StreamedExperts) else experts.table
+            self._device = DeviceCall(spec, table, self.ctx.chunk_rows, self.fused, self.backend)
+            if given is None:
+                assert logits is not None
+                return self._device.route(logits, vectors)
+            self._device.take(given)
+            return given
+        if given is not None:
+            self._plan = plan(given, spec.num_experts)
+            return given
+        assert logits is not None
+        picked, self._plan = route_plan(logits, spec.router, **vectors)
+        return picked
 
-    def verify(self, logits: Tensor | None, vectors: Mapping[str, Any]) -> None:
-        """Compare device routing with the host's, if asked for."""
-        if self.options.verify_routing and self._device is not None:
-            self._device.verify(logits, self.layer.spec, vectors)
+    def plan_work(self, routing: Routing) -> None:
+        """Settle who computes what: groups on the host, which reads the plan back, or what stands ready on the device,
+        of which a header is sent back."""
+        if self._device is not None:
+            if not self.capturing:
+                self._device.send()
+            return
+        assert self._plan is not None
+        if self.options.routing == "host":
+            self.clock.drain()
+            per_token = getattr(self.arm, "per_token", False)
+            schedule = (per_token_schedule if per_token else batched_schedule)(self._plan)
+            self._schedule = with_everyone(schedule, self.tokens, routing.top_k) if self.fused else schedule
+
+    def verify(self, routing: Routing, logits: Tensor | None, vectors: Mapping[str, Any]) -> None:
+        """Compare device routing with the host's, if asked for; a live cache's slot table too."""
+        if not self.options.verify_routing:
+            return
+        if self._plan is not None:
+            verify_plan(routing, self._plan, logits, self.layer.spec, vectors)
+        if self._device is not None:
+            self._device.verify(logits, vectors)
+            if isinstance(self.layer.experts, StreamedExperts):
+                self.layer.experts.check_table()
 
     def enter(self, routing: Routing) -> None:
         """The rows the experts read, and the buffer of their down rows; zero-computation slots hold the row itself."""
         layer, spec = self.layer, self.layer.spec
         with self.phase("compute"):
             self.rows = routed_rows(self.x, spec, layer.latent, layer.norms, self.ctx.store).contiguous()
-            shape = (len(self.x), routing.top_k + self.fused, spec.d_routed)
-            self.y = self.scratch.take("y", shape, self.ctx.store_dtype).zero_()
+            shape = (self.tokens, routing.top_k + self.fused, spec.d_routed)
+            self.y = self.scratch.take("y", shape, self.ctx.store_dtype)
+            if not is_own(self.arm, ARMS):
+                self.y.zero_()  # ours write every pair's row, and the sum reads no other
             if spec.router.zero_experts:
                 zero = ((routing.ids >= spec.num_experts) & (routing.ids < spec.router.width)).unsqueeze(-1)
                 routed = self.y[:, : routing.top_k]
@@ -147,38 +203,95 @@ class Execution:
         if self._device is not None:
             self._experts_on_device(self._device)
             return
-        assert self._schedule is not None
-        for step in self._schedule.steps:
+        if self._schedule is None:
+            assert self._plan is not None
+            self._experts_of_plan(self._plan)
+            return
+        self._settle({g.expert for step in self._schedule.steps for g in step})
+        for number, step in enumerate(self._schedule.steps, 1):
             everyone = [g for g in step if g.expert == EVERYONE]
             cut = [*waves(step[: len(step) - len(everyone)], self.layer.experts.slots)] or [()]
             cut[-1] = (*cut[-1], *everyone)
             for wave in cut:
-                with self.leased([g.expert for g in wave if g.expert != EVERYONE]) as stack, self._arm() as ctx:
-                    stack = self.layer.fused_stack(stack, EVERYONE) if self.fused else stack
-                    with counting(self.work), blaming(self.arm, "experts", ARMS):
-                        given = self.arm.experts(self.rows, stack, self._schedule, wave, self.y, ctx)
-                    expect_nothing(self.arm, given, self.y)
+                last = number == len(self._schedule.steps) and wave is cut[-1]
+                with self.begun([g.expert for g in wave if g.expert != EVERYONE], last) as fetched:
+                    self._compute(self._schedule, wave, fetched)
+
+    def _settle(self, picked: Iterable[int]) -> None:
+        """The picks are known: what was guessed besides is not read any more."""
+        if isinstance(self.layer.experts, StreamedExperts):
+            self.layer.experts.settle(picked)
+
+    def _compute(self, schedule: Schedule, wave: Sequence[Group], fetched: Fetched) -> None:
+        """The wave's groups whose weights are at hand, then, once they have landed, the others."""
+        stack = self.layer.fused_stack(fetched.stack, EVERYONE) if self.fused else fetched.stack
+        awaited = fetched.awaited
+        if awaited and not worth_two(fetched.blocked, self.tokens):
+            self.landed(fetched)
+            awaited = frozenset()
+        for part, groups, late in phases(schedule, wave, awaited):
+            if late:
+                self.landed(fetched)
+            with self._arm() as ctx:
+                with counting(self.work), blaming(self.arm, "experts", ARMS):
+                    given = self.arm.experts(self.rows, stack, part, groups, self.y, ctx)
+                expect_nothing(self.arm, given, self.y)
+
+    def _experts_of_plan(self, plan: ExpertPlan) -> None:
+        if not self.tokens:
+            return
+        experts = self.layer.experts
+        assert isinstance(experts, ResidentExperts)
+        planned = PlannedWork(plan.token, plan.slot, plan.weight, plan.counts, plan.offsets)
+        with self._arm() as ctx, counting(self.work), blaming(self.arm, "experts_of_plan", ARMS):
+            self.arm.experts_of_plan(self.rows, experts.stack, planned, self.y, ctx)  # type: ignore[attr-defined]
 
     def _experts_on_device(self, call: DeviceCall) -> None:
         experts = self.layer.experts
-        assert not isinstance(experts, StreamedExperts)
-        if not len(self.x):
+        if not self.tokens:
+            return
+        if isinstance(experts, StreamedExperts):
+            self._leased_on_device(call, experts)
             return
         if not experts.complete:
             self._bring(call)
         stack = experts.by_slot
         stack = self.layer.fused_stack(stack, experts.slots) if self.fused else stack
+        self._submit_on_device(call, stack)
+        if not self.capturing:
+            more = call.made.chunks.shape[0] - self.y.shape[0] * (self.y.shape[1] - self.fused)
+            self.work.weight_bytes += (call.chunks() + more) * stack.expert_bytes
+
+    def _submit_on_device(self, call: DeviceCall, stack: ExpertStack) -> None:
         with self._arm() as ctx, blaming(self.arm, "experts_on_device", ARMS):
             self.arm.experts_on_device(self.rows, stack, call.work, self.y, ctx)  # type: ignore[attr-defined]
-        if not self.capturing:
-            more = len(call.made.chunks) - self.y.shape[0] * (self.y.shape[1] - self.fused)
-            self.work.weight_bytes += (call.read().chunks + more) * stack.expert_bytes
+
+    def _leased_on_device(self, call: DeviceCall, experts: StreamedExperts) -> None:
+        """Lease what the header says was picked, as host routing would; where the cache has it elsewhere than the
+        device looked, or in several waves, look again."""
+        with self.phase("route"):
+            self.clock.drain()
+            header = call.read()
+        chunks = header.chunks_for(self.ctx.chunk_rows)
+        if experts.biases is not None:
+            call.whose = header.whose(self.ctx.chunk_rows, len(call.made.chunks), self.x.device)
+        cut = split_waves(header.picked(), experts.slots)
+        self._settle(header.picked())
+        for wave in cut:
+            with self.leased(wave, last=wave is cut[-1]) as stack:
+                if len(cut) > 1 or not header.agrees(stack.slot_of):
+                    with self.phase("fetch"):
+                        call.look_up(experts.device_table(stack.slot_of if len(cut) > 1 else None))
+                    self.verify(call.routing, None, {})
+                self._submit_on_device(call, stack)
+                self.work.weight_bytes += sum(chunks[e] for e in wave) * stack.expert_bytes
 
     def _bring(self, call: DeviceCall) -> None:
         """Wait for the header and fetch what it misses. LabError naming a pick that is still not to be had."""
         experts = self.layer.experts
         assert isinstance(experts, TableExperts)
         with self.phase("fetch"):
+            self.clock.drain()
             header = call.read()
             self.hits = len(header.found())
             if not header.whole and experts.fetch is not None:
@@ -202,7 +315,7 @@ class Execution:
 
     def shared(self) -> Tensor | None:
         """The shared branch's rows [T, D], or None: what stands ready beside, or computed now."""
-        if self.shared_arm is None or self.x.shape[0] == 0:
+        if self.shared_arm is None or self.tokens == 0:
             return None
         if self.fused:
             return self.y[:, -1]
@@ -214,11 +327,11 @@ class Execution:
     def _branch(self, scratch: Scratch) -> Tensor | None:
         """The shared expert between its norms, if it has any."""
         layer, spec, arm = self.layer, self.layer.spec, self.shared_arm
-        if arm is None or self.x.shape[0] == 0:
+        if arm is None or self.tokens == 0:
             return None
         rows = shared_rows(self.x, spec, layer.norms, self.ctx.store)
         context = replace(self.ctx, spec=self.shared_spec, scratch=scratch)
-        with counting(self.work), blaming(arm, "shared", ARMS):
+        with self.clock.part("shared"), counting(self.work), blaming(arm, "shared", ARMS):
             given = arm.shared(rows, layer.shared_stack, context)  # type: ignore[attr-defined]
         made = expect_shared(arm, given, tuple(rows.shape), self.ctx.store_dtype)
         if layer.norms is None:
@@ -230,18 +343,21 @@ class Execution:
     def _gate(self) -> Tensor | None:
         """The shared expert's gate fp32 [T], or None."""
         vector = self.layer.shared.gate_vector if self.layer.shared is not None else None
-        return torch.sigmoid(self.x.double() @ vector.double()).float() if vector is not None else None
+        if vector is None:
+            return None
+        return (shared_gate.shared_gate_ref if self.backend == "torch" else shared_gate.shared_gate)(self.x, vector)
 
     def combine(self, routing: Routing, shared: Tensor | None) -> Tensor:
         """Weighted sum over slots in fp32, then what the spec puts behind it, then one rounding to x's dtype."""
-        if self.x.shape[0] == 0:
+        if self.tokens == 0:
             return torch.empty_like(self.x)
         layer, spec, ids = self.layer, self.layer.spec, routing.ids
         gate = self._gate() if layer.norms is None else None  # a normed branch is gated before its norm
         y = self.y[:, : routing.top_k]
         op = combine.combine_ref if self.backend == "torch" else combine.combine
         by_expert = self.options.combine_order == "expert"
-        about = {"ids": ids, "order": torch.sort(ids, stable=True).indices.to(torch.int32) if by_expert else None}
+        order = torch.sort(ids, stable=True).indices.to(torch.int32) if by_expert else None
+        about = {"ids": ids, "width": spec.router.width, "order": order}
         weights = routing.weights
         if spec.weight_place != "output":  # the arm has weighed its rows already
             weights = torch.where(ids < spec.num_experts, torch.ones_like(weights), weights)
@@ -259,5 +375,6 @@ class Execution:
             shared_arm=self.shared_arm.name if self.shared_arm else None, backend=self.backend, tokens=self.x.shape[0],
             hits=self.hits, misses=self.misses, bytes_read=self.bytes_read, weight_bytes=self.work.weight_bytes,
             submissions=self.work.submissions, launches=self.kernels.launches + self.work.products,
-            io_mode=getattr(self.layer.experts, "io_mode", None),
+            io_mode=getattr(self.layer.experts, "io_mode", None), predicted=self.lookahead.predicted,
+            prefetched=self.lookahead.prefetched, no_prefetch=self.lookahead.reason,
         )  # fmt: skip

@@ -6,9 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 from moe_lab.arms import ARMS, Arm, ExpertStack, get_arm, refusal
 from moe_lab.arms.fused import FusedStack, cannot_fuse
 from moe_lab.errors import LabError
-from moe_lab.execution.device_routing import check_tokens
+from moe_lab.execution.device_routing import MOST_TOKENS, check_tokens
 from moe_lab.execution.options import Options, check_activation
 from moe_lab.spec import MoESpec
+from moe_lab.stream.prediction import Successor
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
 from moe_lab.stream.table_experts import TableExperts
 from moe_lab.weights import Latent, ResidualNorms, SharedWeights
@@ -29,6 +30,7 @@ class LayerParts(Protocol):
     latent: Latent | None
     norms: ResidualNorms | None
     settled: dict[Any, Any]
+    successor: Successor | None
 
     def fused_stack(self, stack: ExpertStack, everyone: int) -> FusedStack:
         """`stack` with the shared expert behind it, as expert `everyone`."""
@@ -64,8 +66,7 @@ def settle(layer: LayerParts, arm: str | Arm, options: Options, backend: str, to
     fused, spec = fuses(layer, options, tokens), shared_formula(layer.spec)
     made = Settled(own, pick_shared_arm(layer, own, options, backend, tokens), spec, fused)
     if options.routing == "device":
-        check_tokens(tokens)
-        check_on_device(layer.experts, own)
+        check_on_device(layer, own, options, tokens)
     check_activation(own, layer.experts.formats, options)
     if named and (len(layer.settled) < MOST_SETTLED or key in layer.settled):
         layer.settled[key] = (parts, made)
@@ -103,8 +104,6 @@ def _cannot_fuse(layer: LayerParts, arm: Arm, options: Options) -> str | None:
     experts, asked, takes = layer.experts, options.shared_arm, getattr(arm, "fuses", None)
     if asked is not None and asked not in (arm, arm.name):
         return f"shared_arm asks for {getattr(asked, 'name', asked)!r}, and the routed arm is {arm.name!r}"
-    if options.activation not in (None, "q8_1"):
-        return f"with activation={options.activation!r} slots are not found by address"
     if takes is None:
         return f"arm {arm.name!r} does not take a further group; {_able('fuses')} would"
     if isinstance(experts, StreamedExperts):
@@ -113,18 +112,28 @@ def _cannot_fuse(layer: LayerParts, arm: Arm, options: Options) -> str | None:
     return takes(experts.formats) or cannot_fuse(layer.spec, experts.by_slot, layer.shared_stack)
 
 
-def check_on_device(experts: Experts, arm: Arm) -> None:
-    """LabError where experts or arm need the host to know the picks."""
-    if isinstance(experts, StreamedExperts):
-        raise LabError(
-            "Options.routing='device' wants experts that the device can find: resident ones or a slot table. This "
-            "layer streams them; take routing='host'."
-        )
+def takes_plan(arm: Arm, tokens: int) -> bool:
+    """Whether a call on the device goes by the plan itself, and not by a slot table."""
+    by_table = getattr(arm, "experts_on_device", None) is not None and tokens <= MOST_TOKENS
+    return not by_table and getattr(arm, "experts_of_plan", None) is not None
+
+
+def check_on_device(layer: LayerParts, arm: Arm, options: Options, tokens: int) -> None:
+    """LabError where the arm needs the host to know the picks, or takes fewer tokens, or experts that all lie ready."""
+    if takes_plan(arm, tokens):
+        asks = f"arm {arm.name!r} with Options.routing='device' and T={tokens}"
+        other = f"Take routing='host', or for T <= {MOST_TOKENS} tokens {_able('experts_on_device')}."
+        if not isinstance(layer.experts, ResidentExperts):
+            raise LabError(f"{asks} wants every expert in memory; this layer fetches experts. {other}")
+        if fuses(layer, options, tokens):
+            raise LabError(f"{asks} goes by the plan, which has no group for shared='fused'. {other}")
+        return
     if getattr(arm, "experts_on_device", None) is None:
         raise LabError(
             f"arm {arm.name!r} wants its groups from the host; for Options.routing='device' take "
-            f"{_able('experts_on_device')}."
+            f"{_able('experts_on_device')}, or for any number of tokens {_able('experts_of_plan')}."
         )
+    check_tokens(tokens, _able("experts_of_plan"))
 
 
 def _able(member: str) -> str:

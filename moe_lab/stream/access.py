@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from moe_lab.checkpoint.rawfile import FileIdentity, RawFile, ReadCall
+from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, FileIdentity, RawFile, ReadCall
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.stream.direct import DirectFile
 from moe_lab.stream.joined import JoinedFiles, Readable
@@ -37,9 +37,11 @@ class DroppedFile(RawFile):
 
     io_mode = "dropped"
 
-    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
+    def read_into(
+        self, offset: int, view: memoryview, *, tensor: str | None = None, request_bytes: int = MAX_READ_BYTES
+    ) -> None:
         """As RawFile's. Pages that the range shares with a neighbour stay."""
-        super().read_into(offset, view, tensor=tensor)
+        super().read_into(offset, view, tensor=tensor, request_bytes=request_bytes)
         first = -(-offset // PAGE_BYTES) * PAGE_BYTES
         last = (offset + view.nbytes) // PAGE_BYTES * PAGE_BYTES
         if last > first:

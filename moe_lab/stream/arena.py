@@ -1,8 +1,9 @@
 """The memory behind a cache: one arena of fixed slots, in host memory or on a GPU.
 
 A host arena is read into directly. A device arena is filled through a ring of page-locked buffers: a reader thread
-fills a buffer, a waiting caller queues one copy an expert on its current stream. Order between streams is kept with
-events: a slot is not overwritten before the work that read it, a buffer not before the copy out of it.
+fills a buffer and queues one copy an expert, on the stream of demand or on that of what is read ahead, so that a copy
+neither waits for the caller's kernels nor stands before an urgent one. Order between streams is kept with events: a
+slot is not overwritten before the work that read it, a buffer not before the copy out of it.
 """
 
 from collections.abc import Collection
@@ -14,6 +15,7 @@ import torch
 from moe_lab._types import Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab.stream.memory import LockedBlock, available_host_bytes, host_block, whole_pages
+from moe_lab.stream.streams import running_on
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,10 @@ class HostArena:
         """Give the memory back once the last view of it is gone."""
         self.tensor, self._bytes = self.tensor.new_empty(0, self._slot_bytes), memoryview(b"")
 
+    def arrived(self, slot: int) -> bool:
+        """What was read is there."""
+        return True
+
     def enter(self, slots: list[int]) -> None:
         """Reads ended before the caller was woken."""
 
@@ -70,10 +76,9 @@ class HostArena:
 
 @dataclass(slots=True)
 class _SlotOrder:
-    """Events of one slot: when its bytes arrived and, per stream, when work that read them was queued."""
+    """Events of one slot: of its copy (None: that is over) and, per stream, of the last work that read it."""
 
     arrived: Any = None
-    arrived_on: int = 0
     readers: dict[int, Any] = field(default_factory=dict)
 
 
@@ -96,7 +101,8 @@ class DeviceArena:
         self._block = LockedBlock(buffers * stride, cuda)
         rows = self._block.tensor.view(buffers, stride)[:, :slot_bytes]
         self._stages = [Stage(row.numpy().data, row) for row in rows]
-        self._ahead: Any = None  # the stream of background copies, made with the first
+        self._targets: dict[tuple[int, int], Tensor] = {}  # by slot and bytes: a view costs as much as queuing a copy
+        self._streams: dict[bool, Any] = {}  # of copies on demand and ahead of it, each made with its first copy
         self._free: dict[int, Stage] = {}  # by id, oldest first: giving a buffer back twice is giving it back once
         self.reclaim(())
 
@@ -110,21 +116,19 @@ class DeviceArena:
         return self._block.locked_bytes
 
     def publish(self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False) -> None:
-        """Queue the copy of a filled buffer into `slot` on the current stream, or `ahead` of need on one of its own,
-        behind all work that reads the slot.
+        """Queue the copy of a filled buffer into `slot` on the stream of demand or, `ahead` of it, on another, behind
+        all work that reads the slot.
         """
-        if not ahead:
-            self._publish(slot, stage, nbytes, self._cuda.current_stream(self._device))
-            return
-        if self._ahead is None:
-            self._ahead = self._cuda.Stream(self._device)
-        with self._cuda.stream(self._ahead):
-            self._publish(slot, stage, nbytes, self._ahead)
+        if ahead not in self._streams:
+            self._streams[ahead] = self._cuda.Stream(self._device)
+        stream = self._streams[ahead]
+        with running_on(stream, self._cuda):
+            self._publish(slot, stage, nbytes, stream)
 
     def _publish(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
         order = self._order[slot]
         for other, event in order.readers.items():
-            if other != stream.cuda_stream:
+            if other != stream.cuda_stream and not event.query():
                 stream.wait_event(event)
         try:
             self._copy(slot, stage, nbytes, stream)
@@ -132,7 +136,7 @@ class DeviceArena:
         except BaseException:
             stream.synchronize()  # the buffer may be reused without an event: nothing may still be reading it
             raise
-        order.arrived, order.arrived_on = event, stream.cuda_stream
+        order.arrived = event
         order.readers = {stream.cuda_stream: event}
         stage.copied = event
 
@@ -152,16 +156,25 @@ class DeviceArena:
         """Give slots and ring back once the last view of them is gone."""
         self._cuda.synchronize(self._device)  # work on any stream may still read the slots
         self.tensor = self.tensor.new_empty(0, self.tensor.shape[1])
+        self._targets.clear()
         self._stages.clear()
         self._free.clear()
         self._block.close()
 
+    def arrived(self, slot: int) -> bool:
+        """Whether the copy into `slot` is over: work that reads it then waits for nothing."""
+        order = self._order[slot]
+        if order.arrived is not None and order.arrived.query():
+            order.arrived = None  # asked once: a hit that is years old costs no look at the device
+        return order.arrived is None
+
     def enter(self, slots: list[int]) -> None:
-        """Make the current stream wait for bytes that another stream copies."""
-        stream = self._cuda.current_stream(self._device)
-        for order in (self._order[slot] for slot in slots):
-            if order.arrived is not None and order.arrived_on != stream.cuda_stream:
-                stream.wait_event(order.arrived)
+        """Make the current stream wait for bytes that are still being copied."""
+        waiting = [self._order[slot].arrived for slot in slots if self._order[slot].arrived is not None]
+        if waiting:
+            stream = self._cuda.current_stream(self._device)
+            for event in waiting:
+                stream.wait_event(event)
 
     def leave(self, slots: list[int]) -> None:
         """Remember the work queued so far on the current stream: it may still read these slots."""
@@ -175,7 +188,10 @@ class DeviceArena:
     def _copy(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
         """Queue the copy on the current stream, which is `stream`."""
         assert stage.tensor is not None
-        self.tensor[slot, :nbytes].copy_(stage.tensor[:nbytes], non_blocking=True)
+        if (target := self._targets.get((slot, nbytes))) is None:
+            target = self._targets[slot, nbytes] = self.tensor[slot, :nbytes]
+        source = stage.tensor if len(stage.tensor) == nbytes else stage.tensor[:nbytes]
+        target.copy_(source, non_blocking=True)
 
     def _event(self, stream: Any) -> Any:
         event = self._cuda.Event(blocking=True)  # a reader thread that waits for it sleeps instead of spinning

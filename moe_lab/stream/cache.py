@@ -6,41 +6,36 @@
             with cache.lease(source, layer, wave) as lease:
                 gate = lease.views("gate")      # uint8 [S, N, row_bytes]; expert i of the wave is gate[lease.slots[i]]
 
-The cache changes when bytes arrive, never which expert runs. All bookkeeping happens under one lock that no read and no
-wait holds. Rules of one request: all its keys are pinned before a victim is chosen, victims come from slots nobody
-holds, and only then do reads start.
+The cache changes when bytes arrive, never which expert runs. What happens between a request and its release stands in
+`requests`, the life of one expert in `fills`, the line of what may be read ahead in `ahead`.
 """
 
 import os
-import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from moe_lab.card import byte_size, card
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
+from moe_lab.stream import journal as note
 from moe_lab.stream.access import IoMode, check_io
-from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.calibration import reading_for
-from moe_lab.stream.fills import Entry, Partition
+from moe_lab.stream.events import NONE, EventLog
 from moe_lab.stream.lease import Lease
+from moe_lab.stream.live_table import LiveTable, follow
 from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
 from moe_lab.stream.reader import ReaderPool
+from moe_lab.stream.requests import WAIT_S, Requests, weakly
 from moe_lab.stream.setup import MemoryPlan, make_arena, make_partitions, open_readers, plan_memory
 from moe_lab.stream.sizing import check_size, check_threads, slots_in
 from moe_lab.stream.slots import distinct, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.verify import Verifier, Verify, check_verify
 
-WAIT_S = 30.0
-STALL_MS = 1000.0  # a wait for bytes that is longer is counted as a stall; it is never an error
 
-
-class ExpertCache:
+class ExpertCache(Requests):
     """`slots` experts, or as many as `gib` GiB hold, kept ready under `policy` (a name or your own object).
 
     `per_layer`: the slots are split evenly over the layers, each with a policy of its own (a copy of your object, which
@@ -72,21 +67,12 @@ class ExpertCache:
         self._policy = policy
         make_policy(policy)  # refuse an unknown name now, not at the first layer
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._closed = False
-        self._source: ExpertSource | None = None
-        self._device: torch.device | None = None
-        self._arena: HostArena | DeviceArena | None = None
-        self._by_layer: dict[int, Partition] = {}
-        self._partitions: list[Partition] = []
-        self._pool: ReaderPool | None = None
+        super().__init__()
         self._verifier: Verifier | None = None
         self._io_mode: str | None = None
         self._plan_of_memory: MemoryPlan | None = None
         self._stop = lambda: None
-        self._hits = self._stalls = 0
-        self._dropped: deque[Lease] = deque()
+        self._live: LiveTable | None = None
 
     def __enter__(self) -> "ExpertCache":
         return self
@@ -186,56 +172,114 @@ class ExpertCache:
             self._source.check_experts(layer, ())
             return len(self._by_layer[layer].table.slots)
 
-    def lease(self, source: ExpertSource, layer: int, experts: Iterable[int], *, timeout_s: float = WAIT_S) -> Lease:
+    def lease(
+        self,
+        source: ExpertSource,
+        layer: int,
+        experts: Iterable[int],
+        *,
+        timeout_s: float = WAIT_S,
+        wait: bool = True,
+    ) -> Lease:
         """Hold `experts` of `layer` in slots, reading those that are absent; returns when all bytes are in place.
 
-        Raises LabError when there are more distinct experts than slots, or when no slot gets free within `timeout_s`;
-        CheckpointError, naming layer, expert and file, when a read fails (the next request tries it again).
+        `wait=False` returns when all have their slots and the reads have begun: those in `lease.awaited` may be used
+        only after `lease.wait()`. Raises LabError when there are more distinct experts than slots, or when no slot gets
+        free within `timeout_s`; CheckpointError, naming layer, expert and file, when a read fails (the next request
+        tries it again).
         """
         if os.getpid() != self._process:
             raise LabError(
                 "this expert cache belongs to the process that made it (its reader threads do not survive a fork)."
             )
-        lease = Lease(layer, [int(e) for e in experts], self._release, self._dropped)
+        lease = Lease(layer, [int(e) for e in experts], self._release, self._dropped, self._finish)
         with self._lock:
             self._require_bound()
             self._require_same(source, None)
             try:
                 self._end_dropped()
-                self._plan(lease, timeout_s)
-                self._complete(lease)
+                self._begin(lease, timeout_s)
+                if wait or not lease.pending:
+                    self._complete(lease)
             except BaseException:
                 self._recover(lease)
                 raise
         return lease
 
     def prefetch(self, source: ExpertSource, layer: int, experts: Iterable[int]) -> list[int]:
-        """Begin to read absent `experts`, likeliest first, behind everything that somebody waits for. Never waits.
+        """Ask for absent `experts` to be read in the background, likeliest first, behind everything that somebody waits
+        for. Never waits.
 
-        Returns those begun: what finds no slot, or exceeds the background's limit, is not. A later `lease` finds them,
-        there or on their way, as hits. A read that fails is told to nobody: the next request tries it again.
+        Returns those begun at once. The others stand in line: each begins when a reader, within the background's limit,
+        a slot that nobody holds and a buffer are there, unless the layer's picks (`settle`), another prefetch for the
+        layer, `cancel_prefetches` or a failed request make it stale first. A later `lease` finds them, there or on
+        their way, as hits. A read that fails is told to nobody: the next request tries it again.
         """
         with self._lock:
             self._require_bound()
             self._require_same(source, None)
             wanted = list(dict.fromkeys(int(e) for e in experts))
             source.check_experts(layer, wanted)
-            assert self._pool is not None
-            part = self._by_layer[layer]
             try:
-                begun = part.prefetch([(layer, expert) for expert in wanted], self._pool.background)
+                begun = self._wish(layer, wanted)
             except BaseException:
                 self._recover(None)
                 raise
             return [expert for _, expert in begun]
 
+    def absent(self, source: ExpertSource, layer: int, experts: Iterable[int]) -> int:
+        """As `prefetch`; returns how many were neither there nor on their way."""
+        wanted = list(experts)
+        with self._lock:
+            self._require_bound()
+            part = self._by_layer.get(layer)
+            count = 0 if part is None else sum((layer, e) not in part.table.resident for e in dict.fromkeys(wanted))
+        self.prefetch(source, layer, wanted)
+        return count
+
+    def no_prediction(self, layer: int, reason: int) -> None:
+        """Note in the log that `layer` made no prediction (see `prediction.REASONS`)."""
+        self._journal.request(note.INELIGIBLE, layer, NONE, reason)
+
+    def settle(self, layer: int, experts: Iterable[int]) -> None:
+        """The picks of `layer` are known: guesses for it that no reader has begun, and that are not among `experts`,
+        are given up."""
+        with self._lock:
+            self._require_bound()
+            if not self._line and not any(part.under_way for part in self._partitions):
+                return
+            wanted = {(layer, int(expert)) for expert in experts}
+            self._line.settle(layer, wanted)
+            self._by_layer[layer].cancel(lambda key: key[0] == layer and key not in wanted)
+
     def cancel_prefetches(self) -> int:
         """Give up background reads that have not begun and that nobody waits for; returns how many experts."""
         with self._lock:
             self._require_bound()
-            given_up = sum(part.cancel() for part in self._partitions)
+            given_up = len(self._line.waiting()) + sum(part.cancel() for part in self._partitions)
+            self._line.clear()
             self._changed.notify_all()
             return given_up
+
+    def record(self, log: EventLog | None) -> None:
+        """Note what happens from now on in `log`; None ends it."""
+        self._journal.log = log
+
+    @property
+    def events(self) -> EventLog | None:
+        """The log in use."""
+        return self._journal.log
+
+    def live_table(self) -> LiveTable:
+        """The slots as the device looks them up; made when first asked for, kept in step from then on."""
+        with self._lock:
+            self._require_bound()
+            if self._live is None:
+                assert self._source is not None
+                assert self._device is not None
+                assert self._slots is not None
+                self._live = follow(self._source, self._slots, self._device, self._partitions)
+            return self._live
 
     def close(self) -> None:
         """End the reader threads and give the memory back (open leases keep theirs). A second call does nothing."""
@@ -263,138 +307,10 @@ class ExpertCache:
         pool = ReaderPool(readers)
         self._stop = weakref.finalize(self, pool.close)
         make = policy_factory(self._policy) if self._per_layer else (lambda: make_policy(self._policy))
-        about = (source, arena, pool, _weakly(self), make, reading.request_bytes, verifier)
+        about = (source, arena, pool, weakly(self), make, reading.request_bytes, verifier, self._journal)
         by_share = make_partitions(list(shares.values()), *about)
         self._partitions = list(by_share.values())
         self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
         self._pool, self._verifier, self._io_mode = pool, verifier, readers[0].io_mode
         self._plan_of_memory = plan_memory(source, slots, threads, device, readers[0].io_mode)
         self._source, self._device, self._arena, self._slots = source, device, arena, slots
-
-    def _plan(self, lease: Lease, timeout_s: float) -> None:
-        """Pin the lease's experts, waiting for slots if need be."""
-        assert self._source is not None
-        self._source.check_experts(lease.layer, lease.experts)
-        part = self._by_layer[lease.layer]
-        keys = [(lease.layer, expert) for expert in distinct(lease.experts)]
-        if len(keys) > len(part.table.slots):
-            raise LabError(
-                f"layer {lease.layer} asks for {len(keys)} experts at once, but the cache has {len(part.table.slots)} "
-                "slots for it. Ask in waves (cache.waves(experts)) or give it more slots."
-            )
-        deadline = time.monotonic() + timeout_s
-        while (planned := part.plan(lease.hold, keys)) is None:
-            self._require_hope(part, lease, len(keys), deadline, timeout_s)
-            self._wait(lease, deadline - time.monotonic())
-        lease.entries, lease.misses = planned
-        lease.hits = len(keys) - lease.misses
-        lease.late_hits = lease.hold.missing - lease.misses
-
-    def _complete(self, lease: Lease) -> None:
-        """Start the reads and wait until every expert is in place."""
-        assert self._source is not None
-        assert self._arena is not None
-        part = self._by_layer[lease.layer]
-        pending = lease.entries
-        assert self._pool is not None
-        spread = lease.hold.missing < 2 * len(self._pool.threads)  # of more, every thread has whole ones to read
-        while pending := [entry for entry in pending if not part.advance(entry, spread=spread)]:
-            self._wait(lease, None)
-        self._arena.enter([entry.slot for entry in lease.entries])
-        lease.bytes_read = lease.misses * self._source.expert_nbytes(lease.layer)
-        lease.open(self._arena.tensor, self._source.parts(lease.layer))
-        self._hits += lease.hits
-        self._stalls += lease.wait_ms > STALL_MS
-
-    def _wait(self, lease: Lease, timeout_s: float | None) -> None:
-        begin = time.perf_counter_ns()
-        self._changed.wait(timeout_s)
-        lease.wait_ms += (time.perf_counter_ns() - begin) / 1e6
-        self._require_open()
-        self._end_dropped()
-
-    def _report(self, entry: Entry, error: Exception | None) -> None:
-        """A reader thread ended one job."""
-        with self._lock:
-            try:
-                settled = self._by_layer[entry.key[0]].finish(entry, error)
-            except BaseException:
-                self._changed.notify_all()
-                raise
-            if settled:
-                self._changed.notify_all()
-
-    def _release(self, lease: Lease) -> None:
-        with self._lock:
-            self._end(lease)
-
-    def _end(self, lease: Lease) -> None:
-        assert self._arena is not None
-        try:
-            self._arena.leave([entry.slot for entry in lease.entries])
-            self._by_layer[lease.layer].release(lease.hold, lease.entries)
-            lease.shut()
-        except BaseException:
-            self._recover(lease)
-            raise
-        self._changed.notify_all()
-
-    def _end_dropped(self) -> None:
-        """End leases that were collected without being released."""
-        while self._dropped:
-            self._end(self._dropped[0])  # taken off afterwards: an interrupt in between must not lose it
-            self._dropped.popleft()
-
-    def _recover(self, lease: Lease | None) -> None:
-        """After an error or interrupt, wherever it struck: the lease holds nothing, no slot or buffer is lost."""
-        if lease is not None:
-            lease.shut()
-        for part in self._partitions:
-            part.recover(lease.hold if lease is not None else None, resubmit=not self._closed)
-        if self._arena is not None:
-            entries = [entry for part in self._partitions for entry in part.entries.values()]
-            self._arena.reclaim([entry.stage for entry in entries if entry.stage is not None])
-        self._changed.notify_all()
-
-    def _require_hope(self, part: Partition, lease: Lease, wanted: int, deadline: float, timeout_s: float) -> None:
-        """LabError when waiting for a slot is over, or cannot help because the caller itself holds the rest."""
-        slots = len(part.table.slots)
-        keys = {(lease.layer, expert) for expert in lease.experts}
-        own = {e.key for e in part.entries.values() if any(h.thread == lease.hold.thread for h in e.holds)}
-        alone = len(own | keys) > slots
-        if alone or time.monotonic() >= deadline:
-            why = "and this thread holds them itself" if alone else f"and none got free in {timeout_s:g} s"
-            raise LabError(
-                f"cache full: {part.held} in use of slots={slots}, {why}; layer {lease.layer} asks for {wanted}. "
-                "End a lease first or give the cache more slots."
-            )
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise LabError("the expert cache is closed. Make a new one.")
-
-    def _require_bound(self) -> None:
-        self._require_open()
-        if self._source is None:
-            raise LabError("the expert cache has no source yet: call cache.bind(source, device) first.")
-
-    def _require_same(self, source: ExpertSource, device: torch.device | None) -> None:
-        assert self._source is not None
-        if not self._source.same_as(source):
-            raise LabError(
-                f"this expert cache serves {self._source.path}; it cannot serve {source.path} as well "
-                "(or the file changed in between). Make a second cache."
-            )
-        if device is not None and device != self._device:
-            raise LabError(f"this expert cache is on {self._device}, not on {device}. Make a second cache.")
-
-
-def _weakly(cache: ExpertCache) -> Callable[[Entry, Exception | None], None]:
-    """The cache's `_report` without keeping the cache: one that nobody refers to ends at once, not at a collection."""
-    alive = weakref.ref(cache)
-
-    def report(entry: Entry, error: Exception | None) -> None:
-        if (told := alive()) is not None:
-            told._report(entry, error)
-
-    return report

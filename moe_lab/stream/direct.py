@@ -18,6 +18,7 @@ import numpy as np
 
 from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, RawFile, ReadCall
 from moe_lab.errors import CheckpointError
+from moe_lab.stream.jobs import CUT_BYTES, cut_range
 from moe_lab.stream.memory import copy_bytes, host_block
 
 _MOST_BLOCK = 64 << 10  # no disk wants more; a system that says so is not believed
@@ -75,16 +76,19 @@ class DirectFile(RawFile):
             what = f"its file system refuses direct reads: {error.strerror}."
             raise CheckpointError(Path(path), "unreadable", what) from error
 
-    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
-        """Fill `view` from `offset`; errors as RawFile's."""
-        done, wanted, block = 0, view.nbytes, self.alignment.block
-        while done < wanted:
-            at, rest = offset + done, view[done:]
-            alike = self._lies_alike(rest, at % block)
-            most = MAX_READ_BYTES if alike else SCRATCH_BYTES
-            take = min(wanted - done, most - at % block)
-            self._window(at, rest[:take], alike, (offset, wanted, tensor))
-            done += take
+    def read_into(
+        self, offset: int, view: memoryview, *, tensor: str | None = None, request_bytes: int = MAX_READ_BYTES
+    ) -> None:
+        """Fill `view` from `offset`, about `request_bytes` a call of the system's; errors as RawFile's."""
+        asked = (offset, view.nbytes, tensor)
+        unit, block = max(CUT_BYTES, self.alignment.block), self.alignment.block
+        alike = self._lies_alike(view, offset % block)
+        most = min(request_bytes, MAX_READ_BYTES) if alike else min(request_bytes, SCRATCH_BYTES - 2 * unit)
+        requests = cut_range(offset, view, most, unit)
+        whole = alike and not offset % block and not view.nbytes % block
+        read = self._whole if whole else self._window if alike else self._through_scratch
+        for at, part in requests:
+            read(at, part, asked)
         self.check_unchanged(tensor=tensor)
 
     def _lies_alike(self, view: memoryview, head: int) -> bool:
@@ -92,24 +96,34 @@ class DirectFile(RawFile):
         block = self.alignment.block
         return view.nbytes >= 2 * block and (_address(view) + -head % block) % self.alignment.memory == 0
 
-    def _window(self, at: int, view: memoryview, alike: bool, asked: tuple[int, int, str | None]) -> None:
+    def _whole(self, at: int, view: memoryview, asked: tuple[int, int, str | None]) -> None:
+        """Whole blocks, straight to where they belong."""
+        # Kept short: behind a read the processor's caches are cold, and a line of Python costs several times what it
+        # does in a loop (0.10 against 0.04 processor seconds a GB on two busy cores, requests of 1 MiB).
+        self._fill(at, [view], view.nbytes, asked)
+
+    def _window(self, at: int, view: memoryview, asked: tuple[int, int, str | None]) -> None:
+        """Whole blocks straight to where they belong, those at the edges through the scratch."""
         block, scratch = self.alignment.block, self._scratch()
-        head = at % block
-        needed = head + view.nbytes
-        if not alike:
-            self._fill(at - head, [scratch[: -(-needed // block) * block]], needed, asked)
-            copy_bytes(view, scratch[head:needed])
-            return
-        lead = -head % block  # bytes of the view that come out of the first, partial block
+        lead = -at % block  # bytes of the view that come out of the first, partial block
         tail = (view.nbytes - lead) % block
         body = view.nbytes - lead - tail
         first, last = scratch[:block], scratch[block : 2 * block]
         parts = [*([first] if lead else []), view[lead : lead + body], *([last] if tail else [])]
-        self._fill(at - head, parts, needed, asked)
+        head = at % block
+        self._fill(at - head, parts, head + view.nbytes, asked)
         if lead:
             view[:lead] = first[head:]
         if tail:
             view[lead + body :] = last[:tail]
+
+    def _through_scratch(self, at: int, view: memoryview, asked: tuple[int, int, str | None]) -> None:
+        """All of it through the scratch: the view does not lie as the blocks do."""
+        block, scratch = self.alignment.block, self._scratch()
+        head = at % block
+        needed = head + view.nbytes
+        self._fill(at - head, [scratch[: -(-needed // block) * block]], needed, asked)
+        copy_bytes(view, scratch[head:needed])
 
     def _fill(self, start: int, parts: list[memoryview], needed: int, asked: tuple[int, int, str | None]) -> None:
         """Read blocks from `start` into `parts` until `needed` bytes are there; a short read goes on at its block.
@@ -119,7 +133,7 @@ class DirectFile(RawFile):
         done, block, (offset, wanted, tensor) = 0, self.alignment.block, asked
         while True:
             try:
-                got = self._read_call(self.fd, _behind(parts, done), start + done)
+                got = self._read_call(self.fd, _behind(parts, done) if done else parts, start + done)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -141,8 +155,6 @@ class DirectFile(RawFile):
 
 def _behind(parts: list[memoryview], done: int) -> list[memoryview]:
     """What is left of `parts` behind their first `done` bytes."""
-    if not done:
-        return parts
     left = []
     for part in parts:
         if done < part.nbytes:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from moe_lab.checkpoint.rawfile import RawFile
+from moe_lab.checkpoint.rawfile import MAX_READ_BYTES, RawFile
 
 
 @runtime_checkable
@@ -14,8 +14,10 @@ class Readable(Protocol):
     @property
     def io_mode(self) -> str: ...
 
-    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
-        """Fill `view` from `offset`, or raise CheckpointError."""
+    def read_into(
+        self, offset: int, view: memoryview, *, tensor: str | None = None, request_bytes: int = MAX_READ_BYTES
+    ) -> None:
+        """Fill `view` from `offset`, about `request_bytes` a call of the system's, or raise CheckpointError."""
         ...
 
     def close(self) -> None:
@@ -35,10 +37,12 @@ class JoinedFiles:
         """The files' common way of reading, or each that occurs."""
         return "+".join(dict.fromkeys(file.io_mode for file in self._files))
 
-    def read_into(self, offset: int, view: memoryview, *, tensor: str | None = None) -> None:
+    def read_into(
+        self, offset: int, view: memoryview, *, tensor: str | None = None, request_bytes: int = MAX_READ_BYTES
+    ) -> None:
         """RawFile.read_into of the file that holds `offset`; a read never crosses into the next one."""
         number = bisect_right(self._starts, offset) - 1
-        self._files[number].read_into(offset - self._starts[number], view, tensor=tensor)
+        self._files[number].read_into(offset - self._starts[number], view, tensor=tensor, request_bytes=request_bytes)
 
     def close(self) -> None:
         """Give the descriptors back."""

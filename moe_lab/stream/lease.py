@@ -8,8 +8,10 @@ import torch
 
 from moe_lab._types import Int32, Tensor, UInt8
 from moe_lab.errors import LabError
-from moe_lab.stream.fills import Entry, Hold
+from moe_lab.stream.entry import Entry, Hold
 from moe_lab.stream.source import Part
+
+_NONE = torch.empty(0, dtype=torch.int32)
 
 
 class Lease:
@@ -17,24 +19,31 @@ class Lease:
 
     slots: int32 [n] on the host, the slot of each expert in the order asked for (asked for twice, still one slot).
     hits + misses = distinct experts; late_hits: hits that were still on their way; bytes_read: file bytes of the
-    misses; wait_ms: time the caller was blocked.
+    misses; wait_ms: time the caller was blocked; `awaited`: experts whose bytes are still on their way, until `wait`.
     """
 
     def __init__(
-        self, layer: int, experts: Sequence[int], end: Callable[["Lease"], None], dropped: "deque[Lease]"
+        self,
+        layer: int,
+        experts: Sequence[int],
+        end: Callable[["Lease"], None],
+        dropped: "deque[Lease]",
+        finish: Callable[["Lease"], None],
     ) -> None:
-        self._end, self._dropped = end, dropped
+        self._end, self._dropped, self._finish = end, dropped, finish
         self._arena: Tensor | None = None
         self._parts: tuple[Part, ...] = ()
         self.entries: list[Entry] = []
+        self.pending: list[Entry] = []
+        self.spread = True
         self.hold = Hold(threading.get_ident())
         self.layer, self.experts = layer, tuple(experts)
-        self.slots: Int32[Tensor, " n"] = torch.empty(0, dtype=torch.int32)
+        self.slots: Int32[Tensor, " n"] = _NONE
         self.hits = self.misses = self.late_hits = self.bytes_read = 0
         self.wait_ms = 0.0
 
     def open(self, arena: UInt8[Tensor, "S slot_bytes"], parts: tuple[Part, ...]) -> None:
-        """The cache says: all bytes are in place."""
+        """The cache says: every expert has its slot; all but the pending ones' bytes are in place."""
         slot_of = {entry.key[1]: entry.slot for entry in self.entries}
         self.slots = torch.tensor([slot_of[expert] for expert in self.experts], dtype=torch.int32)
         self._arena, self._parts = arena, parts
@@ -42,7 +51,23 @@ class Lease:
     def shut(self) -> None:
         """The cache says: nothing is held any more."""
         self._arena = None
-        self.entries = []
+        self.entries, self.pending = [], []
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Experts that may not be computed with before `wait`."""
+        return frozenset(entry.key[1] for entry in self.pending)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether `wait` would block the caller now; else what is awaited is being copied: a device alone waits."""
+        return any(not entry.ready for entry in self.pending)
+
+    def wait(self) -> None:
+        """Block until all bytes are in place: the second phase of a lease that was taken with wait=False. A second call
+        does nothing. Raises as `ExpertCache.lease` does, and the lease is over then."""
+        if self.pending:
+            self._finish(self)
 
     def views(self, part: Part | str) -> UInt8[Tensor, "S N row_bytes"]:
         """One part of every slot of the arena, not copied: index it by `slots`. Other slots' bytes are undefined."""

@@ -3,7 +3,7 @@
 Both hand out, for a run of experts, an `ExpertStack` to compute with; only the streamed one reads, counts and waits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,12 +19,17 @@ from moe_lab.stream.source import ExpertSource, Part
 
 
 class Fetched(NamedTuple):
-    """A stack to compute with and what it cost: cache hits and misses (distinct experts), bytes read for this call."""
+    """A stack to compute with and what it cost: cache hits and misses (distinct experts), bytes read for this call.
+    Experts in `awaited` are on their way and may be computed with after `wait()`, which blocks the host where `blocked`
+    (else the device alone waits, for copies)."""
 
     stack: ExpertStack
     hits: int
     misses: int
     bytes_read: int
+    awaited: frozenset[int] = frozenset()
+    wait: Callable[[], None] = lambda: None
+    blocked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,13 +105,35 @@ class StreamedExperts:
         """How the cache reads the file."""
         return self.cache.io_mode
 
+    def device_table(self, only: Mapping[int, int] | None = None) -> DeviceTable:
+        """Where the cache's experts of this layer lie, as the device looks it up, all that is known queued on the
+        current stream; `only`: these experts in these slots, and no other."""
+        live = self.cache.live_table()
+        return live.of(self.layer) if only is None else live.only(self.layer, only)
+
+    def check_table(self) -> None:
+        """LabError where the device's table is not what the cache has told; waits for the device."""
+        self.cache.live_table().check()
+
     @contextmanager
     def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
-        """Hold `experts` in slots while the block runs. Reads what is missing; errors name file, layer and expert."""
-        with self.cache.lease(self.source, self.layer, list(experts)) as lease:
+        """Hold `experts` in slots while the block runs, which may begin while some are still being read. Errors name
+        file, layer and expert."""
+        with self.cache.lease(self.source, self.layer, list(experts), wait=False) as lease:
             gate, up, down = (_stack(part, lease) for part in self.source.parts(self.layer))
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
-            yield Fetched(ExpertStack(gate, up, down, slot_of, self.biases), lease.hits, lease.misses, lease.bytes_read)
+            stack = ExpertStack(gate, up, down, slot_of, self.biases)
+            counts = lease.hits, lease.misses, lease.bytes_read
+            yield Fetched(stack, *counts, lease.awaited, lease.wait, lease.blocked)
+
+    def settle(self, experts: Iterable[int]) -> None:
+        """These are the layer's picks: other guesses for it are given up."""
+        self.cache.settle(self.layer, experts)
+
+    def prefetch(self, experts: Iterable[int], layer: int | None = None) -> int:
+        """Ask for experts of `layer` (this one) to be read in the background, likeliest first; how many were absent."""
+        layer = self.layer if layer is None else layer
+        return self.cache.absent(self.source, layer, experts)
 
 
 def _stack(part: Part, lease: Lease) -> QuantTensor:

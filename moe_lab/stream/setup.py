@@ -9,8 +9,10 @@ import torch
 from moe_lab.stream.access import IoMode
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.direct import SCRATCH_BYTES
-from moe_lab.stream.fills import Entry, Partition
+from moe_lab.stream.entry import Entry
+from moe_lab.stream.fills import Partition
 from moe_lab.stream.joined import Readable
+from moe_lab.stream.journal import Journal
 from moe_lab.stream.memory import whole_pages
 from moe_lab.stream.policy import Policy
 from moe_lab.stream.reader import ReaderPool
@@ -86,12 +88,13 @@ def make_partitions(
     make_policy: Callable[[], Policy],
     request_bytes: int,
     verifier: Verifier,
+    journal: Journal,
 ) -> dict[range, Partition]:
     """One partition, with a policy of its own, for each distinct share of the slots."""
     return {
         share: Partition(
             SlotTable(share, make_policy()), source, arena, pool.submit, report, promote=pool.promote,
-            withdraw=pool.withdraw, request_bytes=request_bytes, verifier=verifier,
+            withdraw=pool.withdraw, request_bytes=request_bytes, verifier=verifier, journal=journal,
         )
         for share in dict.fromkeys(shares)
     }  # fmt: skip

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.stream import arena
-from moe_lab.stream import cache as cache_module
+from moe_lab.stream import arena, requests
 from moe_lab.stream.access import serves_direct
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.faults import FaultyReads
@@ -124,7 +123,7 @@ class TestReads:
     def test_a_slow_disk_is_a_stall_that_is_counted_and_no_error(
         self, file: ExpertSource, io: Any, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(cache_module, "STALL_MS", 30.0)
+        monkeypatch.setattr(requests, "STALL_MS", 30.0)
         reads = FaultyReads()
         with bound(file.reading_through(reads), slots=4, io=io) as cache:
             mine = cache._source

@@ -15,6 +15,7 @@ from moe_lab.stream.memory_source import MemorySource
 from moe_lab.stream.pack import pack
 from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.streams import running_on
 from moe_lab.tolerances import tol
 
 pytestmark = [
@@ -156,6 +157,26 @@ def test_closing_behind_background_copies_waits_for_them(memory: MemorySource):
     assert cache.prefetch(memory, 0, [1, 2]) == [1, 2]
     cache.close()
     assert torch.cuda.current_stream().query()
+
+
+def test_a_stream_is_current_inside_its_block_and_the_one_before_afterwards():
+    side, outer = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(outer):
+        with running_on(side):
+            assert torch.cuda.current_stream() == side
+        assert torch.cuda.current_stream() == outer
+        with pytest.raises(ZeroDivisionError), running_on(side):
+            _ = 1 // 0
+        assert torch.cuda.current_stream() == outer
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    there = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with running_on(side):
+        torch.cuda._sleep(LONG_CYCLES)
+        there.fill_(7)
+    assert torch.cuda.current_stream().query()  # nothing of it went to the current stream
+    torch.cuda.synchronize()
+    assert float(there) == 7
 
 
 def test_a_locked_block_is_locked_exactly_and_copies_are_asynchronous():

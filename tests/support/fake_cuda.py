@@ -3,14 +3,16 @@
 `LateArena` queues its copies there too, so a buffer refilled or a slot overwritten too early shows as wrong bytes.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from moe_lab.stream.arena import DeviceArena, Stage
+
+_ONE_DEVICE = threading.RLock()  # readers wait for events at the same time: what one takes off a queue it also does
 
 
 class FakeStream:
@@ -24,12 +26,13 @@ class FakeStream:
         self.queue.append(event.synchronize)
 
     def synchronize(self) -> None:
-        while self.queue:
-            work = self.queue.popleft()
-            if isinstance(work, FakeEvent):
-                work.happened = True
-            else:
-                work()
+        with _ONE_DEVICE:
+            while self.queue:
+                work = self.queue.popleft()
+                if isinstance(work, FakeEvent):
+                    work.happened = True
+                else:
+                    work()
 
 
 class FakeEvent:
@@ -43,17 +46,21 @@ class FakeEvent:
         self.stream = stream
         stream.queue.append(self)
 
+    def query(self) -> bool:
+        return self.happened
+
     def synchronize(self) -> None:
-        while not self.happened:
-            assert self.stream is not None
-            assert self.stream.queue, "waits for an event that is never reached"
-            work = self.stream.queue.popleft()
-            if work is self:
-                self.happened = True
-            elif isinstance(work, FakeEvent):
-                work.happened = True
-            else:
-                work()
+        with _ONE_DEVICE:
+            while not self.happened:
+                assert self.stream is not None
+                assert self.stream.queue, "waits for an event that is never reached"
+                work = self.stream.queue.popleft()
+                if work is self:
+                    self.happened = True
+                elif isinstance(work, FakeEvent):
+                    work.happened = True
+                else:
+                    work()
 
 
 class FakeRuntime:
@@ -72,6 +79,19 @@ class FakeRuntime:
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
+
+
+class FakeContext:
+    """Makes a stream current, as often as it is entered, one time after another."""
+
+    def __init__(self, cuda: "FakeCuda", stream: FakeStream) -> None:
+        self._cuda, self._stream = cuda, stream
+
+    def __enter__(self) -> None:
+        self._before, self._cuda.current = self._cuda.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._cuda.current = self._before
 
 
 class FakeCuda:
@@ -95,13 +115,8 @@ class FakeCuda:
     def Stream(self, device: object) -> FakeStream:
         return self.new_stream()
 
-    @contextmanager
-    def stream(self, stream: FakeStream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def stream(self, stream: FakeStream) -> "FakeContext":
+        return FakeContext(self, stream)
 
     def current_stream(self, device: object) -> FakeStream:
         return self.current

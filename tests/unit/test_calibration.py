@@ -102,7 +102,7 @@ class TestKept:
 
 class TestReaders:
     def test_without_one_there_are_defaults(self, tmp_path: Path):
-        assert reading_for(tmp_path) == (calibration.THREADS, calibration.REQUEST_BYTES) == (4, 1 << 20)
+        assert reading_for(tmp_path) == (calibration.THREADS, calibration.REQUEST_BYTES) == (4, 4 << 20)
 
     def test_threads_and_requests_are_the_calibrated_ones(self, tmp_path: Path):
         mount = mount_of(tmp_path)

@@ -1,6 +1,7 @@
 """Each eviction policy: what it keeps, by hand; what all must keep to, by property."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.simulate import simulate
+from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.policies.ranking import Ranking
 from moe_lab.stream.policies.recency import BLOCK, Recency
 from moe_lab.stream.policy import POLICIES, LFUDecay, Policy, Predicted, Static, make_policy, policy_name
 from moe_lab.stream.slots import SlotTable
+from tests.support.expert_files import write_experts
 from tests.support.traces import trace_of
 
 EVERY = pytest.mark.parametrize("name", POLICIES)
@@ -131,6 +134,23 @@ class TestCyclicWorkingSet:
         table = simulate(trace, slots, ["lru", "random_oldest", "belady"]).set_index("policy").misses - keys
         assert table["lru"] == 4 * keys
         assert table["belady"] < table["random_oldest"] < table["lru"] / 3
+
+    def test_the_live_cache_misses_as_the_simulator_says_and_three_times_less(self, tmp_path: Path):
+        slots, keys, rounds = 200, 201, 4
+        shapes = ((1, 2), (1, 2), (2, 1))
+        source = write_experts(tmp_path / "x.bin", layers=(0,), experts=keys, shapes=lambda _: shapes)
+        trace = np.array([*range(keys)] * rounds).reshape(-1, 1, 1)
+        simulated = simulate(trace, slots, ["lru", "random_oldest"]).set_index("policy").misses
+        counted = {}
+        for policy in ("lru", "random_oldest"):
+            with ExpertCache(slots=slots, policy=policy) as cache:
+                cache.bind(source, "cpu")
+                for expert in trace.ravel().tolist():
+                    cache.lease(source, 0, [expert]).release()
+                counted[policy] = cache.misses
+        assert counted == simulated.to_dict()
+        assert counted["lru"] == keys * rounds
+        assert 3 * (counted["random_oldest"] - keys) < counted["lru"] - keys
 
     def test_a_wider_share_of_the_oldest_misses_less_on_it(self):
         trace = np.array([*range(402)] * 4).reshape(-1, 1, 1)

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -204,21 +203,6 @@ class TestPolicies:
             for experts in ([1, 2], [3, 4], [0, 1]):
                 with cache.lease(source, 0, experts) as lease:
                     assert held(lease) == wanted(source, 0, experts)
-
-    @pytest.mark.slow
-    def test_a_miss_costs_the_same_in_a_big_cache(self, tmp_path: Path):
-        # S14: a scan over all slots a miss would make 4,000 slots many times slower than 10.
-        source = write_experts(tmp_path / "x.bin", layers=range(6), experts=1000, shapes=lambda _: ((1, 1),) * 3)
-        keys = [(layer, first) for layer in range(6) for first in range(0, 1000, 5)]
-        seconds = {}
-        for slots in (10, 4_000):
-            with bound(source, slots=slots, threads=1) as cache:
-                begin = time.process_time()
-                for layer, first in keys:
-                    cache.lease(source, layer, range(first, first + 5)).release()
-                seconds[slots] = time.process_time() - begin
-                assert cache.misses == 6_000
-        assert max(seconds.values()) < 3 * min(seconds.values()), seconds
 
 
 class TestLimits:

@@ -1,7 +1,9 @@
 """The device arena's order of events, on a pretended GPU whose streams run as late as they may."""
 
+import errno
 import threading
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ from moe_lab.errors import LabError
 from moe_lab.stream import cache, setup
 from moe_lab.stream.arena import DeviceArena, Stage
 from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.lease import Lease
+from moe_lab.stream.streams import running_on
 from tests.support.expert_files import held, wanted, write_experts
 from tests.support.fake_cuda import FakeCuda, LateArena
+from tests.support.faulty_disk import Disk, until
 
 BYTES = 256
 
@@ -106,13 +111,29 @@ def test_a_copy_waits_for_an_older_copy_into_the_same_slot(cuda: FakeCuda):
     assert slots.tensor[0, 0] == 8
 
 
-def test_one_stream_waits_for_nothing(cuda: FakeCuda):
+def test_what_has_arrived_is_waited_for_no_more(cuda: FakeCuda):
     slots = make(cuda)
-    for value in range(2):
-        fill(slots, 0, value)
-        slots.enter([0])
-        slots.leave([0])
-    assert all(not callable(work) or "copy_" in work.__code__.co_names for work in cuda.streams[0].queue)
+    fill(slots, 0, 7)
+    assert not slots.arrived(0)
+    slots.enter([0])
+    assert len(cuda.streams[0].queue) == 1
+    cuda.synchronize()
+    assert slots.arrived(0)
+    slots.enter([0])
+    assert not cuda.streams[0].queue
+
+
+def test_copies_on_demand_and_ahead_of_it_do_not_stand_behind_each_other(cuda: FakeCuda):
+    slots = make(cuda)
+    for slot, ahead in ((0, True), (1, False)):
+        stage = slots.stage(slot)
+        assert stage is not None
+        stage.view[:] = bytes([slot + 1]) * BYTES
+        slots.publish(slot, stage, BYTES, ahead=ahead)
+    assert len(cuda.streams) == 3
+    cuda.streams[2].synchronize()
+    assert (slots.tensor[1, 0], slots.arrived(1), slots.arrived(0)) == (2, True, False)
+    cuda.synchronize()
 
 
 def test_an_interrupted_copy_is_waited_for_before_its_buffer_is_lost(cuda: FakeCuda):
@@ -127,7 +148,7 @@ def test_an_interrupted_copy_is_waited_for_before_its_buffer_is_lost(cuda: FakeC
     stage.view[:] = b"\7" * BYTES
     with pytest.raises(KeyboardInterrupt):
         slots.publish(0, stage, BYTES)
-    assert not cuda.streams[0].queue
+    assert not cuda.streams[1].queue
     slots.reclaim(())
     assert slots.stage(0) is stage
 
@@ -240,6 +261,44 @@ class TestWholeCache:
             side.synchronize()
         assert seen == [wanted(source, 0, [3])[0]["gate"]]
 
+    def test_the_second_phase_alone_waits_for_copies_and_a_failed_one_leaves_the_first_ones_slots_in_order(
+        self, tmp_path: Path, on_fake_gpu: FakeCuda
+    ):
+        disk, seen, main = Disk(), [], on_fake_gpu.streams[0]
+        source = write_experts(tmp_path / "x.bin", read_call=disk)
+
+        def kernel(lease: Lease, place: int) -> None:
+            row = lease.views("gate")[lease.slots[place]]
+            main.queue.append(lambda: seen.append(row.numpy().tobytes()))
+
+        gate = {e: wanted(source, 0, [e])[0]["gate"] for e in range(8)}
+        with ExpertCache(slots=2) as mine:
+            mine.bind(source, "cuda")
+            mine.lease(source, 0, [1]).release()
+            on_fake_gpu.synchronize()
+            with mine.lease(source, 0, [1, 2], wait=False) as lease:
+                assert lease.awaited == {2}
+                until(lambda: not lease.blocked)
+                kernel(lease, 0)
+                main.synchronize()
+                assert seen == [gate[1]]
+                assert any(stream.queue for stream in on_fake_gpu.streams[1:]), "the copy has not run yet"
+                lease.wait()
+                kernel(lease, 1)
+                main.synchronize()
+                assert seen == [gate[1], gate[2]]
+            disk.errors = [errno.EIO] * 20
+            lease = mine.lease(source, 0, [2, 5], wait=False)
+            kernel(lease, 0)  # queued, and runs late
+            with pytest.raises(LabError, match="layer 0 expert 5"):
+                lease.wait()
+            disk.errors = []
+            with mine.lease(source, 0, [6, 7]) as again:  # takes the slot that the kernel still reads
+                on_fake_gpu.streams[1].synchronize()  # its copies run as early as they may
+                main.synchronize()
+                assert seen[2] == gate[2]
+                assert held(again) == wanted(source, 0, [6, 7])
+
     def test_an_interrupt_loses_no_buffer(self, tmp_path: Path, on_fake_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch):
         source, stage = write_experts(tmp_path / "x.bin"), LateArena.stage
 
@@ -279,3 +338,33 @@ class TestWholeCache:
                 thread.join(30)
             assert not any(thread.is_alive() for thread in threads)
         assert not failures
+
+
+def test_a_stand_ins_stream_is_made_current_by_its_own_context(cuda: FakeCuda):
+    side = cuda.new_stream()
+    with running_on(side, cuda):
+        assert cuda.current is side
+    assert cuda.current is cuda.streams[0]
+
+
+@pytest.mark.parametrize("here", [0, 1], ids=["streams-device", "other-device"])
+def test_torchs_streams_are_set_directly_on_their_own_device_and_by_torch_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, here: int
+):
+    told: list[object] = []
+
+    class Stream:
+        stream_id, device_index, device_type = 7, 0, 1
+
+    @contextmanager
+    def torchs(stream: object):
+        told.append("torch")
+        yield
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, device, 1), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **to: told.append(tuple(to.values())), raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", torchs)
+    with pytest.raises(ZeroDivisionError), running_on(Stream()):
+        _ = 1 // 0
+    assert told == ([(7, 0, 1), (3, 0, 1)] if here == 0 else ["torch"])

@@ -115,6 +115,23 @@ def test_a_short_read_that_ends_inside_a_block_goes_on_at_the_blocks_begin(path:
         assert memory[place : place + 20_000] == DATA[100:20_100]
 
 
+@pytest.mark.parametrize("kind", [DirectFile, RawFile], ids=["direct", "plain"])
+def test_a_range_is_read_in_requests_of_the_size_asked_for(path: Path, memory: memoryview, kind: type[RawFile]):
+    took: list[tuple[int, int]] = []
+
+    def counted(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        took.append((offset, sum(b.nbytes for b in buffers)))
+        return os.preadv(fd, buffers, offset)
+
+    whole = 8 * 65_536
+    kind(path, counted).read_into(8192, memory[:whole], request_bytes=65_536)
+    assert memory[:whole] == DATA[8192 : 8192 + whole]
+    assert took == [(8192 + at, 65_536) for at in range(0, whole, 65_536)]
+    took.clear()
+    kind(path, counted).read_into(8192, memory[:whole])
+    assert took == [(8192, whole)]
+
+
 def test_an_early_end_names_what_was_wanted_and_what_came(path: Path, memory: memoryview):
     file = DirectFile(path, FaultyReads(ends_at=8192))
     with pytest.raises(CheckpointError, match="at byte 8192: 9000 bytes wanted from byte 100, 8092 came") as caught:

@@ -149,15 +149,49 @@ def test_a_read_that_nobody_waits_for_any_more_still_counts_and_stays(source: Ex
     assert bench.part.misses == 1
 
 
-def test_what_was_read_ahead_is_kept_when_the_holder_that_joined_leaves_before_the_copy(source: ExpertSource):
-    cuda = FakeCuda()
-    bench = Bench(source, LateArena(2, source.slot_bytes, 1, cuda))
-    assert bench.part.prefetch([KEY], most=1) == [KEY]
+@pytest.mark.parametrize("ahead", [False, True], ids=["demand", "ahead"])
+def test_what_was_read_for_a_device_is_kept_when_its_holder_has_left(source: ExpertSource, ahead: bool):
+    bench = Bench(source, LateArena(2, source.slot_bytes, 1, FakeCuda()))
+    if ahead:
+        assert bench.part.prefetch([KEY], most=1) == [KEY]
     hold, entry = bench.ask()
-    bench.end(None, None, None)
-    assert entry.staged
+    bench.part.advance(entry)
     bench.part.release(hold, [entry])
-    assert (bench.part.read_ahead, list(bench.part.table.idle)) == (1, [KEY])
+    bench.end(None, None, None)
+    assert entry.ready
+    assert (bench.part.read_ahead, bench.part.misses, list(bench.part.table.idle)) == (ahead, not ahead, [KEY])
+    assert len(bench.arena._free) == 1  # type: ignore[union-attr]
+
+
+def test_the_thread_that_ends_the_last_read_copies_and_wakes_a_holder_only_when_all_is_there(source: ExpertSource):
+    cuda = FakeCuda()
+    bench = Bench(source, LateArena(2, source.slot_bytes, 2, cuda))
+    hold = Hold(thread=0)
+    planned = bench.part.plan(hold, [KEY, (0, 4)])
+    assert planned is not None
+    for entry in planned[0]:
+        bench.part.advance(entry)
+    bench.end(*[None] * 6)
+    assert bench.woken == [False] * 5 + [True]
+    assert all(entry.ready for entry in planned[0])
+    assert len(cuda.streams) == 2  # the holder's, on which nothing was queued, and the copies'
+    assert not cuda.streams[0].queue
+    assert len(cuda.streams[1].queue) == 4
+
+
+def test_a_copy_that_cannot_be_queued_fails_the_expert_by_name_and_loses_nothing(source: ExpertSource):
+    class Refusing(LateArena):
+        def _copy(self, *_: object) -> None:
+            raise RuntimeError("no such slot")
+
+    bench = Bench(source, Refusing(2, source.slot_bytes, 1, FakeCuda()))
+    hold, entry = bench.ask()
+    bench.part.advance(entry)
+    bench.end(None, None, None)
+    with pytest.raises(LabError, match="layer 0 expert 3 could not be read: no such slot"):
+        bench.part.advance(entry)
+    bench.part.recover(hold, resubmit=True)
+    assert len(bench.part.table.free) == 2
     assert len(bench.arena._free) == 1  # type: ignore[union-attr]
 
 

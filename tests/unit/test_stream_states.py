@@ -198,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class DeviceMachine(CacheMachine):
-    """Device arena: reads go to two buffers, holders on two streams copy, streams run when the machine lets them."""
+    """Device arena: reads go to two buffers; copies and holders have two streams each, run when the machine says so."""
 
     def make_arena(self, slot_bytes: int) -> HostArena | DeviceArena:
         self.cuda = FakeCuda()
@@ -212,9 +212,11 @@ class DeviceMachine(CacheMachine):
         """A kernel that reads the slot when its turn comes, however late."""
         self.cuda.streams[holder.stream].queue.append(lambda: self.check(entry))
 
-    @rule(stream=st.integers(0, 1))
+    @rule(stream=st.integers(0, 3))
     def run_stream(self, stream: int) -> None:
-        self.cuda.streams[stream].synchronize()
+        """The holders' two, and those of copies on demand and ahead of it once there are any."""
+        if stream < len(self.cuda.streams):
+            self.cuda.streams[stream].synchronize()
 
     def teardown(self) -> None:
         super().teardown()

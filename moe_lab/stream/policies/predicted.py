@@ -68,7 +68,12 @@ class Predicted:
         oldest = list(islice((key for key in self._order if key in candidates), self.among))
         if not oldest:
             raise LabError(f"predicted: none of {len(candidates)} candidates was ever inserted.")
-        return min(oldest, key=lambda key: self._layers[key[0]].score[key[1]])
+        return min(oldest, key=self._score)
+
+    def _score(self, key: Key) -> float:
+        """0 for an expert that was only guessed and that no request has named yet."""
+        scores = self._layers[key[0]].score
+        return float(scores[key[1]]) if key[1] < len(scores) else 0.0
 
 
 class _Seen:

@@ -1,0 +1,151 @@
+"""How much of the gap between LRU and the optimum anything could close on a trace: eviction by learnt scores.
+
+    PYTHONPATH=.:kernels python benchmarks/policy_ceiling.py [--trace data/trace.parquet] [--slots 8]
+
+The first half of every domain trains, the second half is served; each layer has `--slots` slots of its own, one token a
+step. A score says how soon each expert is asked for again (target: exp(-tokens until then / 8)), by ridge regression;
+the lowest resident score leaves. What a score may look at grows from row to row:
+  one rate       the shipped policies' kind: one exponentially weighted request rate (half-lives 20, 69, 140 tokens)
+  all rates      nine half-lives from 1 to 300 tokens and their square roots
+  + followers    and which experts the layer's last three tokens picked
+  + all layers   and the picks of this and the last token in every layer, which a cache split by layer never sees
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from moe_lab.trace import RoutingTrace
+
+HALF_LIVES = (1, 2, 4, 8, 16, 32, 69, 140, 300)
+REACH = 8.0  # tokens: about how long an expert stays without being asked for
+NEVER = 10**6
+
+
+def one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
+    """[T, K] picks as [T, E] zeros and ones."""
+    rows = np.zeros((len(ids), experts), np.float32)
+    rows[np.arange(len(ids))[:, None], ids] = 1
+    return rows
+
+
+def rate(used: np.ndarray, half_life: float) -> np.ndarray:
+    """Exponentially weighted share of the requests so far, [T, E]."""
+    keep, now, found = 2 ** (-1 / half_life), np.zeros(used.shape[1]), np.empty_like(used)
+    for t, row in enumerate(used):
+        now = keep * now + (1 - keep) * row
+        found[t] = now
+    return found
+
+
+def next_use(used: np.ndarray) -> np.ndarray:
+    """Tokens until each expert is asked for again, [T, E]."""
+    at, found = np.full(used.shape[1], NEVER), np.full(used.shape, NEVER)
+    for t in range(len(used) - 1, -1, -1):
+        found[t] = at - t
+        at = np.where(used[t] > 0, t, at)
+    return found
+
+
+def last_use(used: np.ndarray) -> np.ndarray:
+    """When each expert was asked for last, [T, E]."""
+    at, found = np.full(used.shape[1], -1), np.empty(used.shape)
+    for t, row in enumerate(used):
+        at = np.where(row > 0, t, at)
+        found[t] = at
+    return found
+
+
+def hit_rate(score: np.ndarray, ids: np.ndarray, slots: int) -> float:
+    """Hits of a cache of `slots` from which, after each request, the lowest score leaves that the request spares."""
+    resident: set[int] = set()
+    hits = asked = 0
+    for row, now in zip(ids.tolist(), score, strict=True):
+        wanted = set(row)
+        hits, asked = hits + len(wanted & resident), asked + len(wanted)
+        over = len(resident | wanted) - slots
+        leaving = sorted(resident - wanted, key=lambda e: now[e])[:over] if over > 0 else ()
+        resident = (resident | wanted) - set(leaving)
+    return hits / asked
+
+
+def ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> np.ndarray:
+    """Weights of the linear fit."""
+    return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y)
+
+
+def rates(used: np.ndarray) -> np.ndarray:
+    """All rates and their roots, [T, E, 18]."""
+    found = np.stack([rate(used, h) for h in HALF_LIVES], -1)
+    return np.concatenate([found, np.sqrt(found)], -1)
+
+
+def learnt(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], more: str | None) -> np.ndarray:
+    """Scores [T, E] of the test half; `more` names what is looked at beside the rates."""
+    goal = np.exp(-next_use(train["used"]) / REACH)
+    seen, served = rates(train["used"]), rates(test["used"])
+    if more is not None:
+        told = ridge(train[more], goal, 100.0)
+        seen = np.concatenate([seen, (train[more] @ told)[..., None]], -1)
+        served = np.concatenate([served, (test[more] @ told)[..., None]], -1)
+    return served @ ridge(seen.reshape(-1, seen.shape[-1]), goal.reshape(-1), 1e-3)
+
+
+def looked_at(ids: np.ndarray, place: int, experts: int) -> dict[str, np.ndarray]:
+    """What scores may look at for the layer at `place`, of picks [T, L, K]."""
+    used, one = one_hot(ids[:, place], experts), np.ones((len(ids), 1), np.float32)
+    every = np.concatenate([one_hot(ids[:, n], experts) for n in range(ids.shape[1])], 1)
+    followers = np.concatenate([*(np.roll(used, lag, 0) for lag in range(3)), one], 1)
+    return {
+        "used": used,
+        "+ followers": followers,
+        "+ all layers": np.concatenate([every, np.roll(every, 1, 0), one], 1),
+    }
+
+
+def layer_rates(ids: tuple[np.ndarray, np.ndarray], place: int, experts: int, slots: int) -> dict[str, float]:
+    """Hit rates on the test half of one layer, by row of the table."""
+    train, test = (looked_at(half, place, experts) for half in ids)
+    scores = {"lru": last_use(test["used"])}
+    scores |= {f"one rate, half-life {h}": rate(test["used"], h) for h in (20, 69, 140)}
+    scores |= {"all rates": learnt(train, test, None)}
+    scores |= {more: learnt(train, test, more) for more in ("+ followers", "+ all layers")}
+    scores["belady"] = -next_use(test["used"])
+    return {name: hit_rate(score, ids[1][:, place], slots) for name, score in scores.items()}
+
+
+def halves(trace: RoutingTrace) -> tuple[np.ndarray, np.ndarray]:
+    """Picks of the first and of the second half of every domain."""
+    named = np.zeros(trace.tokens) if trace.domains is None else np.asarray(trace.domains)
+    parts = [np.flatnonzero(named == name) for name in dict.fromkeys(named.tolist())]
+    first, second = (np.concatenate([p[s(len(p))] for p in parts]) for s in (_first, _second))
+    ids = trace.ids.astype(np.int64)
+    return ids[first], ids[second]
+
+
+def _first(count: int) -> slice:
+    return slice(0, count // 2)
+
+
+def _second(count: int) -> slice:
+    return slice(count // 2, count)
+
+
+def main() -> None:
+    """Print hit rates and shares of the gap, means over the layers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=Path(__file__).parents[1] / "data/trace.parquet")
+    parser.add_argument("--slots", type=int, default=8)
+    args = parser.parse_args()
+    trace = RoutingTrace.load(args.trace)
+    ids = halves(trace)
+    layers = [layer_rates(ids, n, trace.num_experts, args.slots) for n in range(len(trace.layers))]
+    mean = {name: float(np.mean([layer[name] for layer in layers])) for name in layers[0]}
+    for name, value in mean.items():
+        print(f"{name:24} {value:.3f}  {(value - mean['lru']) / (mean['belady'] - mean['lru']):6.1%} of the gap")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""One expert's stay in a slot of a cache, and who holds it: state alone, without waiting."""
+
+from dataclasses import dataclass, field
+
+from moe_lab.errors import CheckpointError, LabError
+from moe_lab.stream.arena import Stage
+from moe_lab.stream.events import NONE
+from moe_lab.stream.jobs import Job
+from moe_lab.stream.policies.base import Key
+from moe_lab.stream.source import ExpertSource
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Who asked for a group of entries: the thread, how many are not ready yet (it is not woken for less), and the
+    request's number in the log."""
+
+    thread: int
+    missing: int = 0
+    request: int = NONE
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One key's stay in one slot. Each transition is a single assignment, so an interrupt leaves no half-made state."""
+
+    key: Key
+    slot: int
+    holds: set[Hold] = field(default_factory=set)
+    stage: Stage | None = None
+    left: int = 0  # jobs not yet reported
+    jobs: list[Job] | None = None  # None: RESERVED
+    ready: bool = False
+    ahead: bool = False  # first asked for by a prefetch
+    cause: Exception | None = None  # why the fill failed
+    read: int = NONE  # the read's number in the log
+    begun: bool = False  # a reader has begun (noted only while there is a log)
+
+    @property
+    def staged(self) -> bool:
+        """Read, but not yet copied to the device."""
+        return self.jobs is not None and self.left == 0 and not self.ready
+
+
+def read_error(source: ExpertSource, key: Key, cause: Exception) -> LabError:
+    """A fresh exception for each waiter: threads that raise one shared object would tangle its traceback."""
+    layer, expert = key
+    if not isinstance(cause, CheckpointError):
+        return LabError(f"{source.path}: layer {layer} expert {expert} could not be read: {cause}")
+    text = str(cause).removeprefix(f"{cause.file}: ").removeprefix(f"tensor {cause.tensor!r}: ")
+    return CheckpointError(
+        cause.file, cause.reason, f"layer {layer} expert {expert}: {text}",
+        tensor=cause.tensor, seen=cause.seen, wanted=cause.wanted,
+    )  # fmt: skip
+
+
+__all__ = ["Entry", "Hold", "read_error"]
