@@ -54,6 +54,7 @@ _PUBLIC = {
     "prefill": "strategies:prefill",
     "quantize": "formats:quantize",
     "record": "timing:record",
+    "replay": "replay:replay",
     "route": "routing:route",
     "runs": "runs.collect:runs",
     "sample": "sample:sample",
@@ -99,6 +100,7 @@ __all__ = [
     "prefill",
     "quantize",
     "record",
+    "replay",
     "route",
     "runs",
     "sample",
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
     from moe_lab.matmul import matmul
     from moe_lab.open import open
     from moe_lab.parity import compare
+    from moe_lab.replay import replay
     from moe_lab.routing import ExpertPlan, Routing, plan, route
     from moe_lab.runs.collect import runs
     from moe_lab.runs.run import Run

@@ -32,44 +32,96 @@ Phase = Literal["route", "fetch", "compute"]
 PHASES: tuple[Phase, ...] = ("route", "fetch", "compute")
 
 
+# How much a call notes (see `moe_lab.replay`): 0 nothing, 1 host stamps alone, 2 also device events, for parts of
+# phases as well. None: a call outside a replay; device events for phases alone.
+LEVEL: ContextVar[int | None] = ContextVar("moe_lab_timing_level", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A phase or a part of one: begin and end as the clock has them (events on CUDA), and on the host, in ns."""
+
+    name: str
+    begin: Any
+    end: Any
+    begin_ns: int
+    end_ns: int
+
+
 class PhaseClock:
-    """Stamps the phases of one call. Phases must not nest; time in none of them is "other"."""
+    """Stamps the phases of one call. Phases must not nest; time in none of them is "other".
+
+    `stamps`: the phases in order; `parts`: marks inside them ("shared", "read_back"). Host times (`begin_ns`, `end_ns`,
+    `start_ns`, `end_ns`) are perf_counter_ns: on a GPU they say when work was handed over, not when it ran.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        level = LEVEL.get()
+        self.device = device
+        self._cuda = device.type == "cuda" and level != 1
+        self._fine = level is not None
         # Asked once: torch looks the current stream up in Python, 6 us a time on the H200's host, 14 times a call.
-        self._stream: Any = torch.cuda.current_stream(device) if self._cuda else None
-        self._spans: list[tuple[Phase, Any, Any]] = []
+        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.stamps: list[Stamp] = []
+        self.parts: list[Stamp] = []
         self._open = False
-        self._start = self._now()
+        self.end_ns = 0
+        self.start_ns = time.perf_counter_ns()
+        self._start = self._event(self._stream) if self._cuda else self.start_ns
         self._end: Any = None
 
-    def _now(self) -> Any:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
-            return event
-        return time.perf_counter_ns()
+    def _event(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _stamp(self, name: str, begin: Any, begin_ns: int, stream: Any) -> Stamp:
+        end_ns = time.perf_counter_ns()
+        return Stamp(name, begin, self._event(stream) if self._cuda else end_ns, begin_ns, end_ns)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Time spent inside counts as `name`, also when it ends in an exception."""
         if self._open:
             raise LabError(f"phase {name!r} opened inside another phase: phases must not overlap.")
-        self._open, begin = True, self._now()
+        self._open, begin_ns = True, time.perf_counter_ns()
+        begin = self._event(self._stream) if self._cuda else begin_ns
         try:
             yield
         finally:
-            self._spans.append((name, begin, self._now()))
+            self.stamps.append(self._stamp(name, begin, begin_ns, self._stream))
             self._open = False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A mark on the current stream inside a phase, noted in a replay alone."""
+        if not self._fine:
+            yield
+            return
+        stream = torch.cuda.current_stream(self._stream.device) if self._cuda else None
+        begin_ns = time.perf_counter_ns()
+        begin = self._event(stream) if self._cuda else begin_ns
+        try:
+            yield
+        finally:
+            self.parts.append(self._stamp(name, begin, begin_ns, stream))
+
+    def drain(self) -> None:
+        """In a replay, wait here for the device, where the caller would wait a moment later: part "read_back"."""
+        if self._fine and self._stream is not None:
+            begin_ns = time.perf_counter_ns()
+            self._stream.synchronize()
+            end_ns = time.perf_counter_ns()
+            self.parts.append(Stamp("read_back", begin_ns, end_ns, begin_ns, end_ns))
 
     def stop(self) -> None:
         """The call is over."""
-        self._end = self._now()
+        self.end_ns = time.perf_counter_ns()
+        self._end = self._event(self._stream) if self._cuda else self.end_ns
 
     def synchronize(self) -> None:
         """Wait for the work so far; on CPU it is already done."""
-        if self._cuda:
+        if self._stream is not None:
             self._stream.synchronize()
 
     def read(self) -> dict[str, float]:
@@ -78,18 +130,45 @@ class PhaseClock:
             raise LabError("the clock is still running: stop() it before reading.")
         if self._cuda:
             self._end.synchronize()
-        between = (lambda a, b: a.elapsed_time(b)) if self._cuda else (lambda a, b: (b - a) / 1e6)
-        total = dict.fromkeys(PHASES, 0.0)
-        for name, begin, end in self._spans:
-            total[name] += between(begin, end)
-        return {**total, "wall": between(self._start, self._end)}
+        total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for stamp in self.stamps:
+            total[stamp.name] += self.between(stamp.begin, stamp.end)
+        return {**total, "wall": self.between(self._start, self._end)}
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two times of `stamps`, once the device has reached the later one."""
+        return begin.elapsed_time(end) if self._cuda else (end - begin) / 1e6
+
+    def since(self, at: Any) -> float:
+        """Milliseconds from the call's begin to a time of `stamps`."""
+        return self.between(self._start, at)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `stamps` are events of a device; else they are the host's."""
+        return self._cuda
 
 
 class Unclocked(PhaseClock):
-    """A call inside a CUDA graph that is being captured: nothing runs then, so there is nothing to time. Reads NaN."""
+    """A call inside a CUDA graph that is being captured, where nothing runs, or at level 0: no time is taken. Reads
+    NaN.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Nothing is noted."""
+        yield
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Nothing is noted."""
+        yield
+
+    def drain(self) -> None:
+        """Nothing is waited for."""
 
     def read(self) -> dict[str, float]:
         """NaN for every entry."""
@@ -104,9 +183,12 @@ class Timing:
     fetched;
     `weight_bytes`: expert bytes the arithmetic walked over (an expert read once for n rows counts once), as the arm
     counts them: NaN, unknown, where a user's arm counts none. With routing on the device: one read a chunk handed over;
-    `submissions`: times work was handed over (1 a wave of experts when batched, 1 a token and wave when not);
+    `submissions`: times work was handed over (1 a wave of experts when batched, 1 a token and wave when not; one more
+    where resident experts of a wave were computed while others were read);
     `launches`: Triton kernels started, or on the torch path matrix products of experts; `io_mode`: how the cache reads
     its files (`stream.access`), None when resident.
+    `predicted`: the next layer's experts that this call guessed, likeliest first; `prefetched`: how many of them were
+    absent; `no_prefetch`: why there is no guess though `Options.prefetch` asked for one.
     """
 
     clock: PhaseClock = field(repr=False)
@@ -122,6 +204,9 @@ class Timing:
     submissions: int = 0
     launches: int = 0
     io_mode: str | None = None
+    predicted: tuple[int, ...] = ()
+    prefetched: int = 0
+    no_prefetch: str | None = None
 
     @property
     def route_ms(self) -> float:

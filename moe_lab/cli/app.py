@@ -89,6 +89,11 @@ def run(
     packed: Annotated[
         Path | None, typer.Option(help="With a cache: read the experts from this file of moe-lab pack.")
     ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Step by step through all layers, so many rows at a time, as decoding goes.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="With --step-tokens: which experts the cache keeps.")] = "lru",
+    prefetch: Annotated[int, typer.Option(help="With --step-tokens: experts read ahead of the next layer.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     recorded: Annotated[
         Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")
@@ -97,8 +102,18 @@ def run(
 ) -> None:
     """Run MoE layers and show where the time went: route, fetch, compute."""
     from moe_lab.cli.output import emit
-    from moe_lab.cli.run import run_layers
+    from moe_lab.cli.run import replay_layers, run_layers
 
+    if step_tokens is not None:
+        rows, notes = replay_layers(
+            file, layer=layer, tokens=tokens, step_tokens=step_tokens, arm=arm, cache_gib=cache_gib,
+            cache_slots=cache_slots, policy=policy, prefetch=prefetch, packed=packed, device=device, recorded=recorded,
+            as_json=json,
+        )  # fmt: skip
+        emit("run", rows, as_json=json, title=f"{file}: {tokens} tokens, {step_tokens} a step", notes=notes)
+        return
+    if policy != "lru" or prefetch:
+        raise LabError("--policy and --prefetch go with --step-tokens: all rows at once ask for each expert once.")
     rows, notes = run_layers(
         file,
         layer=layer,

@@ -1,4 +1,7 @@
-"""`moe-lab run`: a model's MoE layers on recorded or synthetic rows, with the time breakdown."""
+"""`moe-lab run`: a model's MoE layers on recorded or synthetic rows, with the time breakdown.
+
+All rows at once, or with `--step-tokens` step by step through all layers, as decoding goes: then by `lab.replay`.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,8 +9,10 @@ from typing import Any
 
 from moe_lab.activations import Inputs
 from moe_lab.errors import LabError
+from moe_lab.layer import Options
 from moe_lab.open import Checkpoint
 from moe_lab.open import open as open_checkpoint
+from moe_lab.replay import run as replay
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.timing import record
 
@@ -64,3 +69,56 @@ def run_layers(
             "resident, warmed up by one call" if cache is None else f"streamed, cold: {cache!r}",
         ]
         return table.to_dict("records"), notes
+
+
+def replay_layers(
+    file: Path,
+    *,
+    layer: str,
+    tokens: int,
+    step_tokens: int,
+    arm: str,
+    cache_gib: float | None,
+    cache_slots: int | None,
+    policy: str,
+    prefetch: int,
+    packed: Path | None,
+    device: str,
+    recorded: Path | None,
+    as_json: bool,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of lab.replay: a row a layer for people (medians of ms, sums of counts), a row a (step, layer) in JSON."""
+    streamed = cache_gib is not None or cache_slots is not None
+    if packed is not None and not streamed:
+        raise LabError("--packed is where a cache reads experts: give --cache-gib or --cache-slots with it.")
+    if prefetch and not streamed:
+        raise LabError("--prefetch reads experts ahead, and these are resident: give --cache-gib or --cache-slots.")
+    with ExitStack() as stack:
+        ckpt = stack.enter_context(open_checkpoint(file, packed=packed))
+        numbers = layer_numbers(ckpt, layer)
+        assert ckpt.spec is not None
+        rows = Inputs(file, ckpt.spec.d_model, tokens, recorded)
+        size = {"slots": cache_slots, "gib": cache_gib}
+        cache = stack.enter_context(ExpertCache(**size, policy=policy)) if streamed else None
+        options = Options(prefetch=prefetch)
+        how: dict[str, Any] = {"arm": arm, "step_tokens": step_tokens, "layers": numbers, "device": device}
+        found = replay(ckpt, rows, cache=cache, options=options, **how)
+        kept = "resident" if cache is None else f"streamed, cold: {cache!r}"
+    table: Any = found.table
+    if as_json:
+        return table.to_dict("records"), []
+    notes = [f"{found.about}; {kept}", "median ms of a call; hits, misses and bytes are sums"]
+    by_cause: Any = found.stalls.groupby("cause")["wait_ms"]
+    waits = sorted(by_cause.sum().to_dict().items(), key=lambda one: -one[1])
+    if told := [f"{cause} {ms:.3g} ms" for cause, ms in waits if ms > 0]:
+        notes.append("waited, by cause: " + ", ".join(told))
+    return _by_layer(table), notes
+
+
+def _by_layer(table: Any) -> list[dict[str, Any]]:
+    layers: Any = table.groupby("layer")
+    times = layers[["route_ms", "plan_ms", "demand_wait_ms", "compute_ms", "other_ms", "wall_ms"]].median()
+    counts = layers[["hits", "misses", "late_hits", "prefetch_issued", "prefetch_useful", "bytes_read"]].sum()
+    if not counts[["prefetch_issued", "late_hits"]].to_numpy().any():
+        counts = counts.drop(columns=["late_hits", "prefetch_issued", "prefetch_useful"])
+    return times.join(counts).reset_index().to_dict("records")

@@ -5,6 +5,7 @@ from moe_lab.explore.explorer import MOST_FRAMES, Explorer
 from moe_lab.explore.grid import GridExplorer
 from moe_lab.explore.pair import PairExplorer
 from moe_lab.explore.parity import parity
+from moe_lab.explore.replay import buy, timeline
 from moe_lab.explore.ribbon import Ribbon, ribbon
 from moe_lab.explore.routing import load, routing
 
@@ -14,12 +15,14 @@ __all__ = [
     "GridExplorer",
     "PairExplorer",
     "Ribbon",
+    "buy",
     "cache",
     "load",
     "parity",
     "prefetch",
     "ribbon",
     "routing",
+    "timeline",
 ]
 
 

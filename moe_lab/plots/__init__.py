@@ -13,6 +13,7 @@ from moe_lab.plots.cost_curves import cost, parts
 from moe_lab.plots.parity import parity
 from moe_lab.plots.parity_causes import attribution, error_map
 from moe_lab.plots.phases import phases
+from moe_lab.plots.replay import replay, waterfall
 from moe_lab.plots.routing import load
 from moe_lab.plots.routing_curves import next_layer, reuse, union
 from moe_lab.plots.routing_flips import flips
@@ -22,6 +23,8 @@ from moe_lab.plots.runs import runs
 from moe_lab.plots.save import save
 from moe_lab.plots.style import describe, png, style
 from moe_lab.plots.table import Table, table, to_latex
+from moe_lab.plots.timeline import timeline
+from moe_lab.plots.waits import prefetch, stalls, wait_ecdf
 
 __all__ = [
     "Table",
@@ -43,15 +46,21 @@ __all__ = [
     "phases",
     "png",
     "policies",
+    "prefetch",
+    "replay",
     "reuse",
     "runs",
     "save",
     "skew",
     "stack_distance",
+    "stalls",
     "style",
     "table",
+    "timeline",
     "to_latex",
     "union",
+    "wait_ecdf",
+    "waterfall",
     "what_if",
 ]
 

@@ -126,3 +126,39 @@ def test_calibrate_shows_and_keeps_the_disk(run: Shown, tmp_path: Path, monkeypa
     assert kept is not None
     assert len(kept.cells) == len(disk)
     assert list(folder.iterdir()) == []
+
+
+def test_run_step_by_step_is_the_replay(run: Shown):
+    words = ("run", lab.sample(), "--tokens", 3, "--step-tokens", 1, "--cache-gib", 0.003, "--policy", "lfu_decay")
+    code, shown, _ = run(*words, "--prefetch", 2)
+    rows = shown["rows"]
+    assert (code, len(rows), {row["layer"] for row in rows}) == (0, 18, set(range(6)))
+    assert sum(row["misses"] for row in rows) > 0
+    assert sum(row["prefetch_issued"] for row in rows) > 0
+    assert all(0 < row["compute_ms"] < row["wall_ms"] for row in rows)
+
+
+def test_run_step_by_step_tells_people_a_row_a_layer(capsys: pytest.CaptureFixture[str]):
+    words = ["run", str(lab.sample()), "--tokens", "2", "--step-tokens", "1", "--layer", "1", "--cache-slots", "4"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "demand wait ms" in out
+    assert "2 recorded tokens, 1 a step" in out
+    assert "streamed, cold: ExpertCache(slots=4" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prefetch", "2"], "--step-tokens"),
+        (["--step-tokens", "1", "--prefetch", "2"], "--cache-gib"),
+        (["--step-tokens", "0"], "step_tokens"),
+        (["--step-tokens", "1", "--cache-slots", "4", "--policy", "fifo"], "unknown eviction policy"),
+    ],
+    ids=lambda v: "-".join(v).strip("-") if isinstance(v, list) else "",
+)
+def test_run_refuses_what_cannot_be(run: Shown, words: list[str], told: str):
+    code, _, err = run("run", lab.sample(), "--tokens", 2, *words)
+    assert code == 2
+    assert told in err
+    assert err.count("\n") == 1

@@ -17,6 +17,7 @@ from moe_lab.arms import ARMS
 from moe_lab.explore import Explorer, GridExplorer, PairExplorer
 from moe_lab.parity import draw, wide_layer
 from moe_lab.plots.style import LabFigure
+from moe_lab.replay import run
 from tests.support import frames
 from tests.support.traces import random_trace, trace_of
 
@@ -336,3 +337,26 @@ def test_the_prefetch_explorer_has_a_frame_a_width() -> None:
         )
         alts = [found.drawn(i)[1] for i in range(2)]
     assert [alt.split(":")[0] for alt in alts] == ["experts read ahead 2 a token", "experts read ahead 3 a token"]
+
+
+def test_the_purchases_explorer_prices_each_combination() -> None:
+    trace = random_trace(tokens=40)
+    found = explore.buy(trace, frames.cost_model(), 6, disk=(1, 2), slots=(1, 2), expert_bytes=(1,))
+    alts = [found.drawn(i)[1] for i in range(4)]
+    assert alts[3].startswith("disk x2, slots x2, bytes an expert x1: ")
+    own = lab.caching.Change(name="both", disk=2, slots=2)
+    bought = lab.caching.what_if(trace, frames.cost_model(), 6, changes=[own]).set_index("change")
+    assert f"x{bought.speedup['both']:.2f}" in alts[3]
+    with pytest.raises(lab.LabError, match="disk=0; wanted factors above 0"):
+        explore.buy(trace, frames.cost_model(), 6, disk=(0,))
+    with pytest.raises(lab.LabError, match="100 combinations"):
+        explore.buy(trace, frames.cost_model(), 6, disk=range(1, 101), slots=(1,), expert_bytes=(1,))
+
+
+def test_the_timeline_explorer_has_a_frame_a_step() -> None:
+    with lab.open(lab.sample()) as ckpt, lab.ExpertCache(slots=8) as cache:
+        recording = run(ckpt, tokens=3, layers=[1], cache=cache, arm="reference")
+    found = explore.timeline(recording, 2)
+    assert [found.drawn(i)[1].split(":")[0] for i in range(2)] == ["step 1", "step 2"]
+    with pytest.raises(lab.LabError, match="asked for 0"):
+        explore.timeline(recording, 0)

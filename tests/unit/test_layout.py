@@ -27,7 +27,8 @@ FLOORS = (
     {"stream"},
     {"layer", "execution"},
     {"assembly", "open", "export"},
-    {"analysis", "caching", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"},
+    {"analysis", "caching", "parity", "simulate", "bench", "hf", "plots", "inspect", "layouts", "runs", "strategies"}
+    | {"replay"},
     {"explore", "report", "cli", "__main__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 
 import moe_lab as lab
 from moe_lab.distance import error_bins
+from moe_lab.plots import waits
 from moe_lab.plots.style import LabFigure, ink_on
-from tests.support import frames
+from moe_lab.replay import summary
+from tests.support import cache_stories, frames
 from tests.support.saved_runs import two_machines
 from tests.support.traces import random_trace, trace_of
 
@@ -43,6 +45,12 @@ DRAWN: dict[str, tuple[Callable[..., Any], Callable[[], pd.DataFrame]]] = {
     "bounds": (lab.plot.bounds, lambda: lab.caching.bounds(random_trace(tokens=60), frames.cost_model(), 6)),
     "what_if": (lab.plot.what_if, lambda: lab.caching.what_if(random_trace(tokens=60), frames.cost_model(), 6)),
     "cost_check": (lab.plot.cost_check, lambda: lab.caching.held_out(frames.cache_timings(noise=0.05))),
+    "replay": (lab.plot.replay, cache_stories.replayed),
+    "waterfall": (lab.plot.waterfall, cache_stories.falling),
+    "timeline": (lab.plot.timeline, cache_stories.spans),
+    "stalls": (lab.plot.stalls, lambda: cache_stories.waited().filter(items=waits.STALLS)),
+    "wait_ecdf": (lab.plot.wait_ecdf, lambda: cache_stories.waited().filter(items=waits.STALLS)),
+    "prefetch": (lab.plot.prefetch, lambda: summary(cache_stories.five_fates()).filter(items=waits.SUMMARY)),
     "parity": (lab.plot.parity, lambda: error_bins(A + 1e-4, A, arm_a="gemv", arm_b="reference")),
 }
 EVERY = pytest.mark.parametrize("name", DRAWN)
