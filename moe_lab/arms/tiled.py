@@ -6,7 +6,7 @@
 The arithmetic is `gemv`'s (q8_1 rows, exact integer dots, fp32 sums), added in another order, so last bits differ from
 that arm's; within this one bits are the same alone and in chunks, on the host's groups and the device's, in a graph.
 The tiles take the experts' memory a second time. A GPU fetches them 16 bytes a lane and multiplies them on its tensor
-cores: up to 1.7 times as quick as raw blocks, least at one token (`docs/kernels.md` has the times).
+cores: up to 1.6 times as quick as raw blocks, least at one token (`docs/kernels.md` has the times).
 """
 
 from collections.abc import Sequence

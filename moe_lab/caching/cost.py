@@ -167,6 +167,8 @@ def _need(timings: Any) -> None:
         raise LabError(f"a cost model is made from a DataFrame of timings (rec.timings), got {type(timings).__name__}.")
     if missing := [name for name in NEEDED if name not in columns]:
         raise LabError(f"timings lack {', '.join(missing)}; rec.timings of a streamed run has them.")
+    if empty := [name for name in NEEDED if not len(timings) or bool(timings[name].isna().any())]:
+        raise LabError(f"timings have no value in {', '.join(empty)}: level 0 records no phases; replay at level 1.")
 
 
 def _layer_cost(rows: Any, read: Any) -> LayerCost:

@@ -107,7 +107,7 @@ class Execution:
         them is the fetch phase. Behind the `last` ones of a call, what was guessed of the next layer begins."""
         with ExitStack() as held:
             with self.phase("fetch"):
-                fetched = held.enter_context(self.layer.experts.lease(experts))
+                fetched = held.enter_context(self.layer.experts.lease(experts, wait=False))
             self.hits, self.misses = self.hits + fetched.hits, self.misses + fetched.misses
             self.bytes_read += fetched.bytes_read
             if last:

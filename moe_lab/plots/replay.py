@@ -5,6 +5,7 @@ Draws what `lab.replay` and `moe_lab.replay` give; measures nothing.
 
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.errors import LabError
 from moe_lab.plots.figure import remembers
 from moe_lab.plots.phases import median_calls
 from moe_lab.plots.style import OKABE_ITO, PHASES, Axes, describe, ink_on, need_columns, new_axes, style
@@ -46,7 +47,10 @@ def replay(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     the host's, which add up to the wall, and the device's columns are left to the timeline.
     """
     need_columns(df, NEEDED, "replay")
-    calls = median_calls(df.assign(shared_ms=df["shared_gpu_ms"] - df["shared_hidden_ms"]))
+    if bool(df["other_ms"].isna().all()):
+        raise LabError("lab.plot.replay: level 0 records no parts; replay at level 1.")
+    every = df.assign(shared_ms=df["shared_gpu_ms"] - df["shared_hidden_ms"])
+    calls = median_calls(every)
     gpu = bool((calls["backend"] == "cuda").any())
     shown = {name: look for name, look in PARTS.items() if name in _ON_GPU or not gpu}
     shown = {name: look for name, look in shown.items() if float(calls[name].max()) > 0.002 * calls["wall_ms"].max()}
@@ -69,16 +73,17 @@ def replay(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         axes.invert_yaxis()
         axes.grid(axis="x")
         axes.set_xlabel(f"ms of a call (median call of n = {int(calls['n'].min())}; black tick: wall clock)")
-        describe(axes, *_replay_finding(calls, shown), legend_columns=len(shown))
+        describe(axes, *_replay_finding(every, shown), legend_columns=len(shown))
     return axes
 
 
 def _replay_finding(calls: Any, shown: dict[str, Any]) -> tuple[str, str]:
+    """Of all calls, not of those drawn: a wait is rare, and a median call has it or has it not."""
     total = float(calls["wall_ms"].sum())
     share = {look[0]: float(calls[name].sum()) / total for name, look in shown.items()}
     first = max(share, key=lambda name: share[name])
     waited = float(calls["demand_wait_ms"].sum()) / total
-    title = f"{share[first]:.0%} of a call: {first}; waiting for bytes {waited:.1%}"
+    title = f"{share[first]:.0%} of all calls: {first}; waiting for bytes {waited:.1%}"
     return title, f"Shares of the wall: {', '.join(f'{name} {value:.1%}' for name, value in share.items())}."
 
 

@@ -6,6 +6,7 @@ Times are therefore those of the MoE layers alone, and hide less reading than a 
 
 import resource
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -138,6 +139,12 @@ def run(
     feed, found = drive.feed, None if drive.digest is None else drive.digest.hexdigest()
     about = f"{feed.about}, {feed.step_tokens} a step"
     story = tell(drive.log.table(), drive.log.lost)
+    if story.lost:
+        warnings.warn(
+            f"lab.replay: {story.lost} of the cache's events did not fit its log, so that counts and waits of the "
+            f"first steps are too small; raise most_events ({drive.log.most}).",
+            stacklevel=2,
+        )
     shares = {} if cache is None else _shares(cache, feed.layers)
     return Recording(drive.calls, story, drive.step_ms, level, about, feed.layers, found, anchor, profile, shares)
 

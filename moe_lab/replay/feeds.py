@@ -114,6 +114,8 @@ def _noise(layers: Sequence[int], tokens: int, d_model: int, seed: int) -> dict[
 
 
 def _check_layers(ckpt: Checkpoint, known: Sequence[int], chosen: Sequence[int]) -> None:
+    if len(set(chosen)) < len(chosen):
+        raise LabError(f"lab.replay: layers={list(chosen)} names a layer twice; a step runs each once.")
     for number in chosen:
         if number not in ckpt.moe_layers or number not in known:
             raise LabError(

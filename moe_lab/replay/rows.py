@@ -47,6 +47,12 @@ COLUMNS = (
 )
 
 
+EVENT_COUNTS = (
+    *("late_hits", "prefetch_issued", "prefetch_useful", "prefetch_late", "prefetch_useless", "prefetch_harmful"),
+    *("bytes_demand", "bytes_prefetch", "bytes_wasted", "bytes_read"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a layer as the driver saw it; `drained_ns`: end of the wait for the device after a step's last."""
@@ -76,6 +82,8 @@ def table(calls: Sequence[Call], story: Story, level: str) -> "pd.DataFrame":
         key = (call.step, call.layer)
         mine = _times(call, requests.get(key, []))
         mine |= _counts(call.timing, requests.get(key, []), reads.get(key, []), fates)
+        if isinstance(call.timing.clock, Unclocked):  # level 0 notes no events either: unknown, not none
+            mine |= dict.fromkeys(EVENT_COUNTS, float("nan"))
         mine |= depth.over(call.begin_ns, call.over_ns)
         timing = call.timing
         mine |= {

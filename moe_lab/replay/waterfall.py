@@ -11,6 +11,7 @@ that came late, all other waits, the rest. The lines are the mean step
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.errors import LabError
 from moe_lab.replay.driver import Recording
 from moe_lab.replay.stalls import BEHIND, PREDICTED_LATE
 from moe_lab.replay.story import Story, length_ms, merged
@@ -29,7 +30,10 @@ LINES = ("all at hand", "optimal policy, bypass", "optimal policy", "perfect pre
 
 
 def waterfall(recording: Recording) -> "pd.DataFrame":
-    """A row a bar ("part", in order) and a row a bound ("line"), columns `COLUMNS`, ms a mean step."""
+    """A row a bar ("part", in order) and a row a bound ("line"), columns `COLUMNS`, ms a mean step. LabError for a
+    recording at level 0, which has no parts."""
+    if recording.level == 0:
+        raise LabError("waterfall: level 0 records no parts; replay at level 1.")
     table: Any = recording.table
     steps = len(recording.step_ms)
     waits = table["demand_wait_ms"].sum()
@@ -50,7 +54,8 @@ def _lines(recording: Recording, wall: float, waits: float) -> dict[str, float]:
     hits = wall - waits
     own, shares = _requests(recording.story), recording.shares
     mine = sum(use.how != HIT for request in recording.story.requests.values() for use in request.uses)
-    share = {p: sum(misses_of(own, shares, p)) / mine if mine else 0.0 for p in (BELADY_BYPASS, BELADY)}
+    # Reading ahead can leave fewer misses than the best policy has without it: then what was measured is the bound.
+    share = {p: min(1.0, sum(misses_of(own, shares, p)) / mine) if mine else 0.0 for p in (BELADY_BYPASS, BELADY)}
     reading = _reading(recording)
     perfect = sum(max(step - wait, reading.get(n, 0.0)) for n, (step, wait) in enumerate(_steps(recording)))
     values = (hits, hits + waits * share[BELADY_BYPASS], hits + waits * share[BELADY], perfect, wall)

@@ -75,7 +75,7 @@ class ResidentExperts:
         return self.stack
 
     @contextmanager
-    def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
+    def lease(self, experts: Sequence[int], *, wait: bool = True) -> Iterator[Fetched]:
         """The stack, as it stands."""
         yield Fetched(self.stack, 0, 0, 0)
 
@@ -116,10 +116,10 @@ class StreamedExperts:
         self.cache.live_table().check()
 
     @contextmanager
-    def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
-        """Hold `experts` in slots while the block runs, which may begin while some are still being read. Errors name
-        file, layer and expert."""
-        with self.cache.lease(self.source, self.layer, list(experts), wait=False) as lease:
+    def lease(self, experts: Sequence[int], *, wait: bool = True) -> Iterator[Fetched]:
+        """Hold `experts` in slots while the block runs; without `wait` it may begin while some are still being read.
+        Errors name file, layer and expert."""
+        with self.cache.lease(self.source, self.layer, list(experts), wait=wait) as lease:
             gate, up, down = (_stack(part, lease) for part in self.source.parts(self.layer))
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
             stack = ExpertStack(gate, up, down, slot_of, self.biases)

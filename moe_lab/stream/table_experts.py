@@ -59,7 +59,7 @@ class TableExperts:
         return False
 
     @contextmanager
-    def lease(self, experts: Sequence[int]) -> Iterator[Fetched]:
+    def lease(self, experts: Sequence[int], *, wait: bool = True) -> Iterator[Fetched]:
         """The arena with the slots of `experts`, looked up on the host. LabError naming one that is not at hand."""
         missing = [e for e in experts if self._slot(e) is None]
         read = self.fetch(missing) if missing and self.fetch is not None else 0

@@ -187,9 +187,11 @@ def walk(
 
 def drawn(rng: np.random.Generator) -> tuple[str, int, lab.Options, dict[str, Any]]:
     """Arm, T, options and a cache's: capacity, policy, slots by layer or shared."""
-    arm = str(rng.choice(["gemv", "reference", "per_token", "mmq"], p=[0.5, 0.3, 0.1, 0.1]))
+    arms = ["gemv", "reference", "per_token", "mmq", "grouped", "table"]
+    arm = str(rng.choice(arms, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.1]))
     routing = "device" if arm == "gemv" and rng.random() < 0.3 else "host"
-    tokens, slots = int(rng.integers(1, 4)), int(rng.choice([1, 2, 4, 7, 13, 36]))
+    tokens = 1 if arm == "table" else int(rng.integers(1, 4))
+    slots = int(rng.choice([1, 2, 4, 7, 13, 36]))
     widths = {1: int(rng.integers(0, 9)), 2: int(rng.integers(0, 9))}
     prefetch, shared = widths if rng.random() < 0.7 else 0, str(rng.choice(["main", "side"]))
     how: dict[str, Any] = {"slots": slots, "policy": str(rng.choice(list(POLICIES)))}

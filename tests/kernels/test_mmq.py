@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.tolerances import tol
 from moe_lab_kernels.grouped.operands import Scatter
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
@@ -13,7 +14,7 @@ from moe_lab_kernels.mmq.operands import sides, sides_ref
 from moe_lab_kernels.primitives import fma_ref
 from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.arithmetic import Arithmetic
-from tests.support.kernel_cases import same_bits
+from tests.support.kernel_cases import same_bits, worst_relative
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -80,6 +81,8 @@ def test_fused_is_two_products_and_an_activation(options: dict) -> None:
     op = activation.geglu if options.get("gelu") else activation.swiglu
     want = op(gate, up, limit=options.get("limit"))
     assert same_bits(case.gated(**options).view, want)
+    ref = case.gated(mmq.mmq_gate_up_ref, **options).view
+    assert worst_relative(want, ref) <= tol("activation/bf16")
     for tokens in (16, 128):
         work = replace(case, tokens=tokens).work
         got = mmq.mmq_hidden(case.rows, case.row_of, case.gate, case.up, work, torch.bfloat16, **options)

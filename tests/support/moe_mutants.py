@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moe_lab import layer as layer_room
 from moe_lab import routing as routing_module
 from moe_lab.arms import dense
 from moe_lab.execution import call as execution
@@ -137,14 +136,14 @@ def shared_dropped(layer: MoELayer, patch: pytest.MonkeyPatch) -> bool:
 
 
 def next_best_expert(layer: MoELayer, patch: pytest.MonkeyPatch) -> bool:
-    right, taken = layer_room.route_plan, layer.spec.router.width
+    right, taken = execution.route_plan, layer.spec.router.width
 
     def wrong(logits, spec, **vectors):
         routing, _ = right(logits, spec, **vectors)
         shifted = Routing((routing.ids + 1) % taken, routing.weights, width=routing.width)
         return shifted, plan(shifted, layer.spec.num_experts)
 
-    patch.setattr(layer_room, "route_plan", wrong)
+    patch.setattr(execution, "route_plan", wrong)
     return True
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import fetch_ceilings
 from moe_lab.errors import LabError
 from moe_lab.stream import cache
 from moe_lab.stream.pack import pack
@@ -30,7 +31,7 @@ def test_every_way_has_a_row_with_its_ratio_and_nothing_is_left(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(cache, "reading_for", cache.reading_for)  # what the script sets ends with the test
-    monkeypatch.setattr(script, "SMALLEST_COPY_BYTES", 8 << 20)
+    monkeypatch.setattr(fetch_ceilings, "SMALLEST_COPY_BYTES", 8 << 20)
     words = [
         "--out",
         str(tmp_path),

@@ -261,10 +261,26 @@ def test_overhead_compares_levels_on_equal_work(ckpt):
 
 
 def test_too_few_events_are_said(ckpt):
-    with lab.ExpertCache(slots=SLOTS) as cache:
+    said = r"did not fit its log.*raise most_events \(16\)"
+    with lab.ExpertCache(slots=SLOTS) as cache, pytest.warns(UserWarning, match=said):
         found = run(ckpt, tokens=4, layers=LAYERS, cache=cache, most_events=16)
     assert found.story.lost > 0
     assert "events lost" in repr(found)
+
+
+def test_level_0_says_what_it_does_not_know(ckpt):
+    with lab.ExpertCache(slots=SLOTS) as cache:
+        found = run(ckpt, tokens=2, layers=LAYERS, cache=cache, level=0, options=lab.Options(prefetch=4))
+        assert cache.bytes_read > 0
+    assert found.table[["bytes_read", "prefetch_issued", "late_hits", "compute_ms"]].isna().all(axis=None)
+    for asked in (waterfall, lambda it: lab.plot.replay(it.table), lambda it: lab.caching.Cost.fit(it.table)):
+        with pytest.raises(LabError, match="level 0 records no"):
+            asked(found)
+
+
+def test_reading_ahead_moves_no_bound_above_the_wall(ckpt, trace):
+    rows = waterfall(watched(ckpt, trace, forecast=trace)).set_index("what").ms_per_step
+    assert (rows[["optimal policy", "optimal policy, bypass", "all at hand"]] <= rows["measured"] * (1 + 1e-9)).all()
 
 
 @pytest.mark.wrong_types
@@ -272,6 +288,7 @@ def test_too_few_events_are_said(ckpt):
     ("wrong", "message"),
     [
         ({"level": 4}, "wanted 0, 1, 2, 3, 'S'"), ({"layers": [9]}, "layer 9 is not in both"),
+        ({"layers": [3, 3]}, "names a layer twice"),
         ({"tokens": 0}, "nothing"),
         ({"step_tokens": 0}, "step_tokens"), ({"most_events": 0}, "most_events"),
     ],

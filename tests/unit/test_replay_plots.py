@@ -22,7 +22,7 @@ def title(axes) -> str:
 
 def test_replay_says_what_takes_the_time():
     axes = lab.plot.replay(replayed())
-    assert title(axes) == "50% of a call: experts; waiting for bytes 20.0%"
+    assert title(axes) == "50% of all calls: experts; waiting for bytes 20.0%"
     assert [t.get_text() for t in axes.get_yticklabels()] == ["layer 0", "layer 1", "layer 2"]
     widths = sum(bar.get_width() for bar in axes.patches)
     assert widths == pytest.approx(30.0)  # the parts of three calls of 10 ms
