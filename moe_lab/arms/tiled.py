@@ -17,7 +17,7 @@ from moe_lab._types import Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack
 from moe_lab.arms.gemv import Gemv
 from moe_lab.arms.gemv_float import is_plain
-from moe_lab.errors import LabError
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.storage.row_tiles import refusal, to_tiles
 
@@ -28,6 +28,10 @@ class TiledGemv(Gemv):
     name = "gemv_tiled"
 
     def __init__(self, stack: ExpertStack) -> None:
+        if not isinstance(stack, ExpertStack):
+            raise LabTypeError(
+                f"TiledGemv puts resident experts into tiles: give layer.experts.stack, got {type(stack).__name__}."
+            )
         for part, q in stack.parts.items():
             why = refusal(q.format, *q.shape[-2:])
             if why is not None:

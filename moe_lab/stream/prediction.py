@@ -37,7 +37,12 @@ class Widths(Mapping[int, int]):
     """k' by the number of the layer that is read ahead; 0 for layers it does not name. Hashable, as options are."""
 
     def __init__(self, widths: Mapping[int, int]) -> None:
-        self._widths = {number: wants_whole("a layer's prefetch width", k, 0) for number, k in widths.items()}
+        self._widths = {
+            wants_whole("a layer in Options.prefetch", number, 0): wants_whole(
+                "a layer's prefetch width", k, 0
+            )
+            for number, k in widths.items()
+        }
 
     def __getitem__(self, layer: int) -> int:
         return self._widths.get(layer, 0)

@@ -56,6 +56,8 @@ def test_it_serves_the_layer_it_was_made_for(layer: lab.MoELayer, arm: TiledGemv
 
 def test_it_wants_kernels_and_tiles(arm: TiledGemv) -> None:
     assert arm.supports(FORMATS, "torch") is not None
+    with pytest.raises(LabError, match=r"give layer\.experts\.stack, got NoneType"):
+        TiledGemv(None)  # type: ignore[arg-type]
     with pytest.raises(LabError, match="no tiles"):
         TiledGemv(decode_layer(("int8_g64",) * 3, experts=3, top_k=1).experts.stack)
 

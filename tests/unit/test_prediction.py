@@ -64,6 +64,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("given", "error"),
         [(-1, LabError), (True, LabTypeError), (2.5, LabTypeError), ("4", LabTypeError), ({1: -2}, LabError),
+         ({"4": 4}, LabTypeError), ({-1: 4}, LabError),
          ([1.5], LabTypeError), (None, LabTypeError)], ids=str,
     )  # fmt: skip
     def test_what_is_no_width_is_refused(self, given, error):
