@@ -38,9 +38,7 @@ class Widths(Mapping[int, int]):
 
     def __init__(self, widths: Mapping[int, int]) -> None:
         self._widths = {
-            wants_whole("a layer in Options.prefetch", number, 0): wants_whole(
-                "a layer's prefetch width", k, 0
-            )
+            wants_whole("a layer in Options.prefetch", number, 0): wants_whole("a layer's prefetch width", k, 0)
             for number, k in widths.items()
         }
 
