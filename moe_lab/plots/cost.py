@@ -30,7 +30,8 @@ def bounds(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         for place, row in enumerate(rows):
             _bar(axes, place, row, limit)
             added = row["ms_per_step"] - before
-            note = f"{row['ms_per_step']:.3g} ms" + (f"  (+{added:.2g})" if place and added > 0 else "")
+            more = place and added > 1e-9 * row["ms_per_step"]  # not what a sum's rounding leaves
+            note = f"{row['ms_per_step']:.3g} ms" + (f"  (+{added:.2g})" if more else "")
             note += f", {row['misses_per_step']:.3g} reads"
             _note(axes, place, row["ms_per_step"], note)
             if place:
