@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHON VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lab report check gpu env env-check clean
+.PHONY: help demo test fuzz sweep lab report check gpu env env-check clean
 
 help:  ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-dev  ## every quick test that needs no GPU; make test A
 
 fuzz: $(VENV)/.installed-dev  ## damage model files 20,000 times and open them; make fuzz ARGS="--seed 7 --first 541 --cases 1"
 	@$(BIN)/python -m tests.support.file_fuzz --cases 20000 $(ARGS)
+
+sweep: $(VENV)/.installed-dev  ## decode arms in every format at every pair of widths (minutes; make test takes a quarter)
+	@MOE_LAB_SWEEP=1 $(BIN)/python -m pytest -q tests/unit/test_decode_arms.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, generated files
 	@$(BIN)/ruff check . || { echo "ruff found the above; '$(BIN)/ruff check --fix .' mends some."; exit 1; }

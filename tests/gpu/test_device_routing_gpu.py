@@ -18,6 +18,7 @@ from moe_lab.layer import MoELayer
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.table_experts import TableExperts
 from tests.support.decode_layers import E, decode_layer, decode_rows, normed_layer, taken
+from tests.support.wide_layers import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 REPEATS = 100
@@ -70,17 +71,24 @@ def test_every_form_has_the_bits_of_host_and_main(form: str, tokens: int) -> Non
         assert torch.equal(got.routing.weights, want.routing.weights)
 
 
-OTHERS = [("q4_k", "q4_k", "q6_k"), ("q8_0",) * 3, ("mxfp4",) * 3, ("nvfp4",) * 3, ("bf16",) * 3, ("int4_g64",) * 3]
+OTHERS = [("q4_k", "q4_k", "q6_k"), *((format,) * 3 for format in FORMATS if format not in ("q2_k", "q4_k"))]
+ALWAYS = ("device", "side", "fused", "device-fused")  # compared for every input; the others for the first of them
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("formats", OTHERS, ids="-".join)
-def test_other_formats(formats: tuple[str, ...]) -> None:
-    x, own = rows(8), layer(*formats)
-    for form, how in FORMS.items():
-        want = own(x, "gemv", options=lab.Options(**only_plain(form))).out
-        assert torch.equal(own(x, "gemv", options=lab.Options(**how)).out, want), form
-    captured = own.capture(8, "gemv", options=lab.Options(shared="side"))
-    assert torch.equal(captured(x).out, own(x, "gemv").out)
+def test_every_format_has_one_set_of_bits(formats: tuple[str, ...], tokens: int) -> None:
+    """Batched and token after token, host and device routing, main and side stream, fused and not, graph and eager."""
+    own = layer(*formats)
+    captured = own.capture(tokens, "gemv", options=lab.Options(shared="side"))
+    for seed in range(REPEATS):
+        x = rows(tokens, seed)
+        want = own(x, "gemv").out
+        assert torch.equal(captured(x).out, want), seed
+        assert torch.equal(own(x, "per_token").out, want), seed
+        for form in ALWAYS if seed else FORMS:
+            plain = want if seed else own(x, "gemv", options=lab.Options(**only_plain(form))).out
+            assert torch.equal(own(x, "gemv", options=lab.Options(**FORMS[form])).out, plain), (form, seed)
 
 
 def test_table_is_gemv_for_one_token() -> None:
@@ -111,7 +119,7 @@ def test_many_tokens_in_a_graph(arm: str) -> None:
     own = layer()
     for tokens in (9, 40, 200):
         captured = own.capture(tokens, arm, options=lab.Options(shared="side"))
-        for seed in range(REPEATS // 10):
+        for seed in range(REPEATS):
             x = rows(tokens, seed)
             want = own(x, arm)
             assert torch.equal(captured(x).out, want.out), (tokens, seed)
@@ -297,7 +305,7 @@ def test_nan_rows_keep_the_others_bits() -> None:
 @pytest.mark.parametrize("formats", [("int8_g64", "int8_g64", "int4_g64"), ("q8_0",) * 3], ids="-".join)
 def test_dense_branch_and_routed_tail_apart(formats: tuple[str, ...]) -> None:
     own = normed_layer(formats, device="cuda")
-    for seed in range(REPEATS // 5):
+    for seed in range(REPEATS):
         x = rows(7, seed)
         want = own(x, "gemv").out
         for branch, tail in itertools.product(("per_token", "batched"), repeat=2):

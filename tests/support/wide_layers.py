@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -13,7 +14,7 @@ from moe_lab_kernels.gemv_float.operands import served
 from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 E, T = 3, 9
-WIDTHS = ((256, 2304), (2304, 256), (256, 2880), (2880, 256), (256, 704), (704, 256))
+WIDTHS = (256, 704, 2304, 2880)
 ROWS = ((9, 1, 5), (8, 2, 6), (7, 3, 4), (9, 4, 1))  # of each expert, call by call
 SETTINGS = [{"combine_order": order, "stores": stores} for order in ("rank", "expert") for stores in ("input", "fp32")]
 FLOAT_FORMATS = ("f32", "f16", "bf16", "fp8_block", "nvfp4_modelopt", "nvfp4_ct", "mxfp4_oss", "mxfp8", "int4_g32",
@@ -21,14 +22,28 @@ FLOAT_FORMATS = ("f32", "f16", "bf16", "fp8_block", "nvfp4_modelopt", "nvfp4_ct"
 Case = tuple[str, int, int, tuple[int, ...]]
 
 
-def cases(formats: tuple[str, ...] = (*GEMV_FORMATS, *FLOAT_FORMATS)) -> list[Case]:
-    """(format, D, F, calls): every width that a format allows, as D and as F; its calls, numbers into `ROWS` and
-    `SETTINGS`, are all of them together."""
+FORMATS = (*GEMV_FORMATS, *FLOAT_FORMATS)
+
+
+def pairs(format: str) -> list[tuple[int, int]]:
+    """(D, F): every pair of widths that hold whole blocks of the format."""
+    return [(d, f) for d, f in product(WIDTHS, WIDTHS) if served(format, d) is None and served(format, f) is None]
+
+
+def every_case(formats: tuple[str, ...] = FORMATS) -> list[Case]:
+    """(format, D, F, calls) of every pair of widths; its calls are all numbers into `ROWS` and `SETTINGS`."""
+    return [(format, d, f, tuple(range(len(ROWS)))) for format in formats for d, f in pairs(format)]
+
+
+def cases(formats: tuple[str, ...] = FORMATS) -> list[Case]:
+    """A quarter of them: each width of a format once as D and once as F, paired otherwise from format to format; its
+    calls are all of them together."""
     out = []
-    for format in formats:
-        fits = [(d, f) for d, f in WIDTHS if served(format, d) is None and served(format, f) is None]
-        out += [(format, d, f, (i,) if len(fits) > 2 else (i, i + 2)) for i, (d, f) in enumerate(fits[:4])]
-        out += [(format, d, f, (i,)) for i, (d, f) in enumerate(fits[4:])]
+    for shift, format in enumerate(formats):
+        fits = [d for d, f in pairs(format) if d == f]
+        n = len(fits)
+        for i, d in enumerate(fits):
+            out.append((format, d, fits[(i + shift) % n], tuple(range(i, len(ROWS), n))))
     return out
 
 

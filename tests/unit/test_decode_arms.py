@@ -1,5 +1,8 @@
 """Decode arms where torch computes: every format, widths of 256 to 2,880, experts of 1 to 9 rows, both orders of the
-sum and both store modes against the reference within the table; tokens alone have their bits."""
+sum and both store modes against the reference within the table; tokens alone have their bits. `make sweep` takes every
+pair of widths with every call, here a quarter of them run."""
+
+import os
 
 import pytest
 import torch
@@ -18,22 +21,27 @@ from moe_lab_kernels.gemv_float.steps import WALKS
 from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 from tests.support import wide_layers as wl
 
+EVERY = os.environ.get("MOE_LAB_SWEEP")  # set by `make sweep`
+BLOCKS_OF_256 = {"q2_k", "q3_k", "q4_k", "q5_k", "q6_k"}
+
 
 def test_the_cases_leave_nothing_out() -> None:
     assert {n for rows in wl.ROWS for n in rows} == set(range(1, 10))
-    calls: dict[str, list[int]] = {}
-    for format, d, f, own in wl.cases():
-        calls.setdefault(format, []).extend(own)
-        assert (d, f) in wl.WIDTHS
-    assert all(set(own) == {0, 1, 2, 3} for own in calls.values())
-    assert set(calls) == set(WALKS) - {"q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"}, "others are decoded alone"
-    for format in ("bf16", "fp8_block", "mxfp4", "q8_0", "int4_g64", "nvfp4_ct"):
-        assert {n for c in wl.cases((format,)) for n in c[1:3]} == {256, 704, 2304, 2880}
-        assert {c[1] for c in wl.cases((format,))} == {c[2] for c in wl.cases((format,))}
-    assert [c[1:3] for c in wl.cases(("q2_k",))] == [(256, 2304), (2304, 256)]
+    quarter, whole = wl.cases(), wl.every_case()
+    decoded_alone = {"q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"}
+    for taken in (quarter, whole):
+        assert {c[0] for c in taken} == set(WALKS) - decoded_alone
+        for format in wl.FORMATS:
+            own = [c[1:] for c in taken if c[0] == format]
+            narrow = format in BLOCKS_OF_256 or format.endswith("_g128")
+            allowed = {256, 2304} if narrow else {256, 704, 2304, 2880}
+            assert {d for d, _, _ in own} == allowed == {f for _, f, _ in own}, format
+            assert {call for *_, calls in own for call in calls} == {0, 1, 2, 3}
+            assert len(own) == (len(allowed) ** 2 if taken is whole else len(allowed))
+    assert {c[1:3] for c in quarter} == {c[1:3] for c in whole}, "a quarter of the cases, yet every pair of widths"
 
 
-@pytest.mark.parametrize(("format", "d", "f", "calls"), wl.cases(), ids=str)
+@pytest.mark.parametrize(("format", "d", "f", "calls"), wl.every_case() if EVERY else wl.cases(), ids=str)
 def test_against_the_reference(format: str, d: int, f: int, calls: tuple[int, ...]) -> None:
     layer, x = wl.make(format, d, f), wl.rows(d)
     for call in calls:

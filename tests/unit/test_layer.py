@@ -69,8 +69,11 @@ def test_gemv_stays_within_its_activations_rounding(formats) -> None:
     assert nmse(y.out, layer(x, "reference", routing=y.routing).out) <= tol("gemv/layer")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(t, d) for t in TOKENS for d in (torch.bfloat16, torch.float32, torch.float16) if t < 100 or d == torch.bfloat16],
+    ids=str,
+)
 def test_per_token_and_batched_have_the_same_bits(tokens: int, dtype: torch.dtype) -> None:
     layer, x = make_layer(), rows(tokens).to(dtype)
     batched, alone = layer(x, "gemv"), layer(x, "per_token")
