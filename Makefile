@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 export PYTHON VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz sweep lab report check gpu env env-check clean
+.PHONY: help demo test fuzz sweep lab report check kernels kernels-check gpu env env-check clean
 
 help:  ## these lines
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@tools/venv.sh $*
@@ -40,6 +40,12 @@ check: $(VENV)/.installed-dev  ## lint, format, types, generated files
 	@$(BIN)/pyright --pythonpath $(BIN)/python || { echo "pyright found the above."; exit 1; }
 	@$(BIN)/python tools/sync_env.py --check
 	@$(BIN)/python tools/strip_notebooks.py --check
+
+kernels: $(VENV)/.installed-dev  ## compile every kernel variant for sm_90, write benchmarks/results/sm_90/kernels.csv
+	@$(BIN)/python -m tools.variants $(ARGS)
+
+kernels-check: $(VENV)/.installed-dev  ## the same variants as in that table, no spills, a sample compiled again
+	@$(BIN)/python -m tools.variants --check $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.installed-dev)  ## the GPU tests; make gpu GPU_PYTHON=python3 uses a Python you have
 	@$(or $(GPU_PYTHON),$(BIN)/python) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \

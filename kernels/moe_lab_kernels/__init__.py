@@ -10,6 +10,7 @@
     gemv_float   the same for rows as they come, in every format
     grouped      rows times weights decoded in registers, on the tensor cores
     mmq          rows as int8 codes times raw blocks on the tensor cores
+    launch       how programs are cut on this device: measured tables; launches compiled ahead
 
 A folder's `operands` holds its checks, `steps` what a format contributes, `tiles` how programs are cut, `ref` the
 reference where it needs a file of its own. Importing needs torch alone: without Triton, or without a GPU and outside

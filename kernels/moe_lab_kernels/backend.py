@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -63,6 +63,8 @@ def serve(op: str, reference: str | None = None, /, **tensors: torch.Tensor | No
     reference = reference or f"{op}_ref"
     given = {name: t for name, t in tensors.items() if t is not None}
     (first, head), *rest = given.items()
+    if _RECORDED.get() is not None:
+        return "cuda"
     for name, t in rest:
         if t.device != head.device:
             raise LabError(
@@ -91,6 +93,8 @@ def _wants_interpreter() -> bool:
 
 def backend_of(tensor: torch.Tensor) -> Literal["cuda", "interpreter", "torch"]:
     """What `lab.*` runs for this tensor: the kernels where they can serve it, the torch references elsewhere."""
+    if _RECORDED.get() is not None:
+        return "cuda"
     if INTERPRETED and tensor.device.type in ("cpu", "cuda"):
         return "interpreter"
     return "cuda" if tensor.device.type == "cuda" else "torch"
@@ -127,6 +131,33 @@ def count_launches() -> Iterator[LaunchCount]:
         _COUNTS.reset(token)
 
 
+class Launch(NamedTuple):
+    """A launch that was recorded: what `kernel[grid](*args, **meta)` takes."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+_RECORDED: ContextVar[list[Launch] | None] = ContextVar("moe_lab_recorded", default=None)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Write launches down instead of starting them, as a Hopper GPU would get them: what compiles kernels ahead, or
+    on a machine without a GPU, runs launchers and arms inside the block.
+
+    Tensors may lie anywhere; outputs keep what they held, so nothing may be read back.
+    """
+    made: list[Launch] = []
+    token = _RECORDED.set(made)
+    try:
+        yield made
+    finally:
+        _RECORDED.reset(token)
+
+
 @cache
 def _only_device() -> bool:
     """Whether there is one device, which is then the current one: asking torch takes 4 us a launch."""
@@ -148,6 +179,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     """
     if 0 in grid:
         return
+    recorded = _RECORDED.get()
+    if recorded is not None:
+        recorded.append(Launch(kernel, grid, args, {"enable_fp_fusion": False, **meta}))
+        return
     for count in _COUNTS.get():
         count.by_kernel[kernel.__name__] += 1
     with on_device(device):
@@ -160,10 +195,20 @@ def early_start(wanted: bool, backend: Backend) -> dict[str, bool]:
     return {"launch_pdl": True} if wanted and backend == "cuda" else {}
 
 
-@cache
 def has_early_start(device: torch.device) -> bool:
     """Whether kernels on `device` can start early; the others run one after another."""
+    return _RECORDED.get() is not None or _starts_early(device)
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's where there is none, to compile for it."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def next_power_of_2(n: int) -> int:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_lab.arms import ARMS, AUTO_ORDER
-from moe_lab.arms.table import Row, own_path, write_table
+from moe_lab.arms.guard import unread
+from moe_lab.arms.table import Row, own_path, with_layout, write_table
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.cells import Workload
 from moe_lab.bench.harness import measure
@@ -23,6 +24,7 @@ from moe_lab.bench.weights import SERVED, format_label, split_format
 from moe_lab.bench.workloads import SHAPES
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
+from moe_lab.formats.layouts import REPACKED
 from moe_lab.runs import Case, Record, Run, Status
 from moe_lab.user_cache import slug
 
@@ -91,9 +93,11 @@ def _by_format(asked: Workload, arms: Sequence[str], settings: Settings) -> Iter
 
 
 def tuned(device: str) -> tuple[str, ...]:
-    """Names of the arms that are timed on a "cpu" or a "cuda" device."""
-    batched = (name for name, arm in ARMS.items() if not getattr(arm, "per_token", False))
-    return tuple(name for name in batched if name not in HOPELESS[device])
+    """Names of the arms that are timed on a "cpu" or a "cuda" device, where kernels read other layouts also those."""
+    batched = [name for name, arm in ARMS.items() if not getattr(arm, "per_token", False)]
+    names = [name for name in batched if name not in HOPELESS[device]]
+    layouts = REPACKED if device == "cuda" else ()  # elsewhere torch decodes raw blocks whatever the layout
+    return (*names, *(with_layout(n, layout) for layout in layouts for n in names if unread(ARMS[n], layout) is None))
 
 
 def table_rows(records: Iterable[Record]) -> list[Row]:

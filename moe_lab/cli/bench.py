@@ -1,8 +1,9 @@
 """`moe-lab bench`: arms on a model's layer or on the fixed workloads, checked before they are timed."""
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from moe_lab.activations import Inputs
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.harness import DEFAULT_ARMS, bench
 from moe_lab.bench.tune import tune
+from moe_lab.bench.tune_launches import tune_launches
 from moe_lab.bench.workloads import SHAPES
 from moe_lab.cli.run import layer_numbers
 from moe_lab.errors import LabError
@@ -27,6 +29,7 @@ SHOWN = (
 TIMES = ("p20", "p50", "p80", "p95", "iqr", "floor", "predicted")
 TO_US = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 BUDGET_S = {"cpu": 60.0, "cuda": 540.0}
+TILES_SHARE = 0.5  # of the budget of --tune
 FILE_TOKENS = (8,)
 MOST_ROTATION = 16
 Rows = list[dict[str, Any]]
@@ -123,14 +126,29 @@ def _bench(asked: Asked) -> Answer:
 def _tune(asked: Asked) -> Answer:
     if asked.file is not None or asked.arms is not None:
         raise LabError("--tune times all arms on shapes: it takes no --file and no --arms.")
+    begin, settings = time.perf_counter(), asked.settings
+    tiles = _tune_tiles(asked)  # first: an arm's time depends on them
+    left = max(settings.budget_s - (time.perf_counter() - begin), settings.budget_s * (1 - TILES_SHARE))
     run, path = tune(
         asked.where, models=names(asked.model) or (), formats=names(asked.formats),
-        tokens=numbers(asked.tokens, "--tokens"), settings=asked.settings, folder=asked.table,
+        tokens=numbers(asked.tokens, "--tokens"), settings=replace(settings, budget_s=left), folder=asked.table,
     )  # fmt: skip
     frame = run.frame.assign(source="measured", device=run.environment["device"])
     saved = [f"saved: {run.save(asked.save)}"] if asked.save is not None else []
     ok = not {*frame["status"]} & {"INCORRECT", "ERROR"}
-    return _rows(frame), [f"auto goes by {path}", *saved], ok
+    return _rows(frame), [tiles, f"auto goes by {path}", *saved], ok
+
+
+def _tune_tiles(asked: Asked) -> str:
+    """Measure how programs are cut, where compiled kernels run; what to say of it."""
+    if not asked.where.startswith("cuda"):
+        return f"tiles of kernels were not tuned: on {asked.where} none is compiled"
+    tuned, path = tune_launches(
+        asked.where, models=names(asked.model) or (), formats=names(asked.formats),
+        budget_s=asked.settings.budget_s * TILES_SHARE, folder=None if asked.table is None else asked.table / "launch",
+    )  # fmt: skip
+    other = sum(e.us < e.default_us for e in tuned)
+    return f"kernels go by {path}: {len(tuned)} tiles measured, {other} better than the built-in ones"
 
 
 def _bench_file(asked: Asked, file: Path, given: dict[str, Any]) -> "pd.DataFrame":

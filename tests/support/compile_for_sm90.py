@@ -1,21 +1,15 @@
-"""Compile every kernel, as its launcher would call it, for a Hopper GPU on a machine that has none.
+"""Compile kernels of every kind, as their launchers would call them, for a Hopper GPU on a machine that has none.
 
 Run as a script in a process of its own (without TRITON_INTERPRET): prints one JSON object, variant -> facts read off
-the PTX. The launchers run as they are; only the last step, starting the kernel, is replaced.
+the PTX. Registers and spills of all variants: `tools.variants`.
 """
 
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from moe_lab_kernels import backend, primitives
 from moe_lab_kernels.backend import jit, tl
@@ -25,30 +19,14 @@ from moe_lab_kernels.dequantize import scaled as dequantize_scaled
 from moe_lab_kernels.dequantize import transposed as dequantize_transposed
 from moe_lab_kernels.gemv import gemv
 from moe_lab_kernels.gemv import mlp as gemv_mlp
+from moe_lab_kernels.launch.ahead import aim
 from moe_lab_kernels.route import plan, route_plan, router, topk
 from moe_lab_kernels.rows import activation, arithmetic, combine, quantize_fp8, quantize_rows, shared_gate
 from moe_lab_kernels.slots import pointer_table, route_table, slot_table
 from moe_lab_kernels.storage import blocks, planar, scaled_layouts
 from moe_lab_kernels.storage.planar_layout import PIECES
 from tests.support.routing_cases import ROUTERS, vectors
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-class Hopper:
-    """What the compiler asks of a driver."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
+from tests.support.sm90 import compiled, facts
 
 
 @jit
@@ -59,48 +37,17 @@ def _dot_kernel(a, b, out):
     tl.store(out + at, primitives.dot(tl.load(a + at), tl.load(b + at)))
 
 
-def facts(compiled) -> dict:
-    ptx = compiled.asm["ptx"]
-    return {
-        "target": re.search(r"\.target\s+(\w+)", ptx).group(1),
-        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-        # float64 exp looks at its argument's high word as if it were fp32; float64 reciprocals start from a rough one
-        "flushes": "ftz" in re.sub(r"ex2\.approx\.ftz|abs\.ftz|rcp\.approx\.ftz\.f64", "", ptx),
-        "rough_division": "div.full" in ptx or "div.approx" in ptx,
-        "dp4a": ptx.count("dp4a.s32"),
-        "tf32": "tf32" in ptx,
-        "conversions": compiled.asm["ttgir"].count("ttg.convert_layout"),
-        "mma": sorted(set(re.findall(r"\b(wgmma|mma\.sync)", ptx))),
-        "acquires": len(re.findall(r"\.acquire\b", ptx)),
-        "shared_stores": ptx.count("st.shared"),
-        "barriers": len(re.findall(r"\bbar\.sync", ptx)),
-        "stores": sorted(set(re.findall(r"\bst\.global\.([\w.]+)", ptx))),
-        "cubin": len(compiled.asm["cubin"]),
-        "stack": stack_bytes(compiled.asm["cubin"]),
-    }
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes a thread keeps in local memory: registers that were spilled, as none of our kernels has arrays."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        said = subprocess.run([str(CUOBJDUMP), "-res-usage", f.name], capture_output=True, text=True, check=True)
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", said.stdout + said.stderr))
-
-
-def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, addresses=False, kd=512, n=60):
+def gemv_call(format, dtype, max_rows, *, two=False, scatter=False, addresses=False, planes=False, kd=512, n=60):
     codes, scale = torch.zeros(8, kd, dtype=torch.int8), torch.zeros(8, kd // 32, dtype=torch.float16)
     w, out = torch.zeros(2, n, blocks.gemv_row_bytes(format, kd), dtype=torch.uint8), torch.zeros(8, n, dtype=dtype)
     row = torch.zeros(8, dtype=torch.int32)
-    w = pointer_table.PointerTable.of([w]) if addresses else w
+    w = planar.repack_ref(w, format)[:, None] if planes else pointer_table.PointerTable.of([w]) if addresses else w
     second = {"w2": w, "out2": out.clone()} if two else {}
     gemv.gemv((codes, scale), row, w, torch.zeros(3, 3, dtype=torch.int32), format, out, max_rows=max_rows,
-              out_row=row if scatter else None, **second)  # fmt: skip
+              out_row=row if scatter else None, layout="planar" if planes else "raw", **second)  # fmt: skip
 
 
-MLP_PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q5_k+q5_k", "q8_0+q8_0", "q4_0+q4_0", "mxfp4+mxfp4", "nvfp4+nvfp4")
-MLP_MANY = ("q2_k+q3_k", "q5_k+q5_k", "mxfp4+mxfp4")
+MLP_PAIRS, MLP_MANY = ("q2_k+q3_k", "mxfp4+mxfp4"), ("q2_k+q3_k",)
 
 
 def mlp_call(pair, max_rows, d=2048, f=768):
@@ -165,9 +112,11 @@ def decode_variants():
                 f"dequantize-planar-{format}",
                 lambda p=packed, format=format, kd=kd: dequantize_planar.dequantize_planar(p, format, 4, kd),
             )
-    for format in ("q8_0", "q3_k"):  # one field a byte and eight
-        raw = torch.zeros(4, 8 * blocks.BLOCKS[format].bytes, dtype=torch.uint8)
+    for format in ("q8_0", "q3_k", "q4_k"):  # one field a byte, eight, and 6-bit scales
+        raw, kd = torch.zeros(4, 8 * blocks.BLOCKS[format].bytes, dtype=torch.uint8), 8 * blocks.BLOCKS[format].values
+        packed = planar.repack_ref(raw, format)
         yield f"repack-{format}", lambda raw=raw, format=format: planar.repack(raw, format)
+        yield f"restore-{format}", lambda p=packed, format=format, kd=kd: planar.restore(p, format, 4, kd)
 
 
 def scaled_variants():
@@ -219,6 +168,7 @@ def variants():
     yield "gemv-q2_k-f16-rows1-two-addresses", lambda: gemv_call("q2_k", f16, 1, two=True, addresses=True)
     yield "gemv-q3_k-bf16-rows8-scatter", lambda: gemv_call("q3_k", bf16, 8, scatter=True, kd=2304)
     yield "gemv-q8_0-f32-rows8", lambda: gemv_call("q8_0", f32, 8)
+    yield "gemv-planar-q3_k-bf16-rows1", lambda: gemv_call("q3_k", bf16, 1, planes=True)
     yield from mlp_variants()
     strided = torch.ones(704, 8, dtype=bf16).t()
     yield "swiglu-f32", lambda: activation.swiglu(torch.ones(8, 704), torch.ones(8, 704))
@@ -233,26 +183,15 @@ def variants():
 
 
 def main() -> None:
-    driver.set_active(Hopper())
-    compiled = []
-
-    def compile_only(kernel, grid, *args, device, **meta):
-        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
-
-    backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
-    backend.has_early_start = lambda device: True
-    out = {"triton": triton.__version__, "variants": {}}
-    wanted = sys.argv[1:]
+    """Prints variant -> facts; of several launches of one call the later ones as variant-1 and so on."""
+    aim()
+    out, wanted = {"triton": triton.__version__, "variants": {}}, sys.argv[1:]
     for name, call in variants():
-        if wanted and not any(w in name for w in wanted):
-            continue
-        first = len(compiled)
-        call()
-        for i, kernel in enumerate(compiled[first:]):
-            out["variants"][name if i == 0 else f"{name}-{i}"] = facts(kernel)
+        if not wanted or any(w in name for w in wanted):
+            for i, kernel in enumerate(compiled(call)):
+                out["variants"][name if i == 0 else f"{name}-{i}"] = facts(kernel)
     backend.has_dp4a = lambda on: False
-    gemv_call("q2_k", torch.float32, 1)
-    out["variants"]["gemv-q2_k-f32-rows1-twin"] = facts(compiled[-1])
+    out["variants"]["gemv-q2_k-f32-rows1-twin"] = facts(compiled(lambda: gemv_call("q2_k", torch.float32, 1))[-1])
     print(json.dumps(out))
 
 

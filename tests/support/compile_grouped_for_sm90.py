@@ -1,29 +1,21 @@
-"""Compile the grouped GEMM, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`.
-
-Adds what only the machine code tells: bytes of a thread's stack, where spilled registers would go.
-"""
+"""Compile the grouped GEMM, as its launchers would call it, for a Hopper GPU: see `sm90`."""
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 
 import torch
-import triton
-from triton.runtime import driver
 
-from moe_lab_kernels import backend
 from moe_lab_kernels.grouped import grouped_fp8, grouped_gemm
 from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
 from moe_lab_kernels.grouped.operands import Scatter, Weight
-from tests.support.compile_for_sm90 import Hopper, facts
+from moe_lab_kernels.launch.ahead import aim
+from moe_lab_kernels.rows.hidden import Gate
 from tests.support.grouped_cases import weight
+from tests.support.sm90 import compiled, facts
 
 DECODED = ("q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4", "fp8_block", "mxfp8",
            "nvfp4_modelopt", "mxfp4_oss", "int4_g64")  # fmt: skip
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def variants():
@@ -54,7 +46,7 @@ def call(format: str, gated: bool, tokens: int) -> None:
         grouped_gemm_tiles.WorkList(torch.zeros(4, 3, dtype=torch.int32), tokens),
     )
     if gated:
-        grouped_gemm.grouped_gate_up(x, row, w, w._replace(data=w.data.clone()), work, out, limit=7.0)
+        grouped_gemm.grouped_gate_up(x, row, w, w._replace(data=w.data.clone()), work, out, how=Gate(limit=7.0))
     else:
         grouped_gemm.grouped_product(x, None, w, work, out, to=Scatter(row, row, 1))
 
@@ -69,39 +61,19 @@ def call_fp8(gated: bool, tokens: int) -> None:
     row = torch.zeros(64, dtype=torch.int32)
     work = grouped_gemm_tiles.WorkList(torch.zeros(4, 3, dtype=torch.int32), tokens)
     if gated:
-        grouped_fp8.fp8_gate_up(rows(2048), row, w, w._replace(data=data.clone()), work, rows(128), limit=7.0)
+        grouped_fp8.fp8_gate_up(rows(2048), row, w, w._replace(data=data.clone()), work, rows(128), how=Gate(limit=7.0))
     else:
         out = torch.zeros(64, 128, dtype=torch.bfloat16)
         grouped_fp8.fp8_product(rows(2048), None, w, work, out, to=Scatter(row, row, 1))
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """A thread's stack, as the machine code declares it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run(
-            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"STACK:(\d+)", said)
-    assert found is not None, said
-    return int(found.group(1))
-
-
 def main() -> None:
     """Prints variant -> facts."""
-    driver.set_active(Hopper())
-    compiled = []
-
-    def compile_only(kernel, grid, *args, device, **meta):
-        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
-
-    backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
+    aim()
     out = {}
-    for name, format, gated, tokens in variants():
+    for name, *how in variants():
         if not sys.argv[1:] or name in sys.argv[1:]:
-            call(format, gated, tokens)
-            out[name] = {**facts(compiled[-1]), "stack": stack_bytes(compiled[-1].asm["cubin"])}
+            out[name] = facts(compiled(partial(call, *how))[-1])
     print(json.dumps(out))
 
 

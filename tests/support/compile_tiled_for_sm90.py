@@ -1,15 +1,14 @@
-"""Compile the GEMV on tiles, as its launchers would call it, for a Hopper GPU: see `compile_for_sm90`."""
+"""Compile the GEMV on tiles, as its launchers would call it, for a Hopper GPU: see `sm90`."""
 
 import json
 import re
 
 import torch
-from triton.runtime import driver
 
-from moe_lab_kernels import backend
 from moe_lab_kernels.gemv import sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.launch.ahead import aim
 from moe_lab_kernels.storage.row_tiles import TILE_FORMATS, tile_bytes
-from tests.support.compile_for_sm90 import Hopper, facts
+from tests.support.sm90 import compiled, facts
 
 D, F = 2048, 768
 
@@ -52,18 +51,10 @@ def lanes_of_products(ttgir: str) -> list[str]:
 
 def main() -> None:
     """Prints variant -> facts of the products; of a layer's two launches, the second's."""
-    driver.set_active(Hopper())
-    compiled = []
-
-    def compile_only(kernel, grid, *args, device, **meta):
-        compiled.append(kernel.warmup(*args, grid=grid, enable_fp_fusion=False, **meta))
-
-    backend.launch, backend.serve = compile_only, lambda op, *_, **tensors: "cuda"
-    backend.has_early_start = lambda device: True
+    aim()
     out = {}
     for name, call in variants():
-        call()
-        last = compiled[-1]
+        last = compiled(call)[-1]
         wide = len(re.findall(r"ld\.global\.nc\.v4\.b32", last.asm["ptx"]))
         out[name] = {**facts(last), "lanes": lanes_of_products(last.asm["ttgir"]), "wide_loads": wide}
     print(json.dumps(out))

@@ -14,6 +14,7 @@ from moe_lab.cli import main
 from moe_lab.errors import LabError
 from moe_lab.runs import Case, Run
 from moe_lab.runs.columns import COLUMNS
+from moe_lab_kernels.launch.table import Entry
 
 MODEL = Path(__file__).resolve().parents[2] / "data" / "lab-42m.gguf"
 FILE = ("bench", "--file", str(MODEL), "--layer", "3")
@@ -76,6 +77,33 @@ def test_tune_writes_the_table_it_names(capsys, tmp_path: Path, monkeypatch: pyt
     written = next(tmp_path.glob("*.json"))
     assert written.name in out.replace("\n", "")
     assert json.loads(written.read_text())["rows"][0]["tokens"] == 1
+    assert "tiles of kernels were not tuned: on cpu none is compiled" in " ".join(out.split())
+
+
+def test_tune_measures_tiles_before_arms_and_says_how_many(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_lab.cli import bench as command
+
+    asked, entries = [], [Entry("grouped", "q2_k", 16, True, 8, 8, {}, us, 10.0) for us in (8.0, 10.0)]
+
+    def tiles(device: str, **how):
+        asked.append((device, how["budget_s"], how["folder"]))
+        return entries, Path("tiles.json")
+
+    def arms(device: str, **how):
+        asked.append((device, how["settings"].budget_s, how["folder"]))
+        raise LabError("stop here")
+
+    monkeypatch.setattr(command, "tune_launches", tiles)
+    assert command._tune_tiles(command.Asked(device="cuda", budget_s=60.0, table=Path("t"))) == (
+        "kernels go by tiles.json: 2 tiles measured, 1 better than the built-in ones"
+    )
+    monkeypatch.setattr(command, "tune", arms)
+    code, _, _ = call(capsys, "bench", "--tune", "--device", "cuda", "--budget-s", "60")
+    assert code != 0
+    assert asked[0] == ("cuda", 30.0, Path("t") / "launch")
+    assert asked[1] == ("cuda", 30.0, None)
+    assert asked[2][0] == "cuda"
+    assert 30.0 <= asked[2][1] <= 60.0
 
 
 @pytest.mark.parametrize(
