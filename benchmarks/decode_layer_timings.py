@@ -1,13 +1,14 @@
 """Decode timings on a CUDA GPU: whole routed layers at T = 1, 4, 8, every shape and pair of formats, against targets.
 
     PYTHONPATH=.:kernels python benchmarks/decode_layer_timings.py --out DIR [--models a,b] [--pairs q2_k+q3_k,..]
-        [--tokens 1,4,8] [--budget-ms 4] [--workers 12] [--cuts 1.4.96.1-4,..] [--parts] [--sweep]
+        [--tokens 1,4,8] [--budget-ms 4] [--workers 12] [--cuts 1.4.96.1-4,..] [--cells-alone] [--parts] [--sweep]
 
 First, in processes of their own: every pair of formats on a small shape, kernels against their torch references bit for
 bit, raw blocks and tiles, and the layer against fp32 mathematics (fresh inputs, poisoned outputs); beside them
 `--workers` processes compile what will be timed. Then in every cell: each token's bits against those of a call of its
 own, and at T = 1 fp32 mathematics again. A wrong result has no time. Layers are timed by graph replay over rotating
-routings (moe_lab.bench.runner) in the forms of `moe_lab.bench.gemv_layer`: together (raw blocks) and tiled. The floor
+routings (moe_lab.bench.runner) in the forms of `moe_lab.bench.gemv_layer`: together (raw blocks), planar and tiled;
+chunks are made before the clock starts, in column us_planned inside it, by a launch on the device. The floor
 is the bytes that must move over the larger of the two bandwidths measured in the same run; the target is max(14 us, 2
 floors) at T = 1 and 2 floors + 6 us above. `--cuts` also times the tiled form cut otherwise (tiles, warps, registers,
 shared rows, then down's tiles), `--parts` single kernels, `--sweep` other tiles of them.
@@ -19,31 +20,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from moe_lab.bench import gemv_layer as gl
 from moe_lab.bench.runner import Timed, bandwidth_gb_per_s, measured_on, time_calls
 from moe_lab.bench.workloads import SHAPES, LayerShape, experts_hit, layer_bytes, routings
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels import backend
+from moe_lab_kernels.backend import Launch, record_launches
 from moe_lab_kernels.gemv import lane_rows
 from moe_lab_kernels.gemv.tiles import Tile, TileCut
+from moe_lab_kernels.launch.ahead import Job as Launched
+from moe_lab_kernels.launch.ahead import Pointer, job_of, pool, prepare
 from moe_lab_kernels.rows import activation
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3-like", "mixtral-8x7b", "v4.1-like", "gpt-oss-120b-like", "gemma4-26b-a4b-like")
 PAIRS = ("q2_k+q3_k", "q4_k+q6_k", "q2_k+q8_0", "q8_0+q8_0", "mxfp4+mxfp4", "nvfp4+nvfp4", "q5_k+q5_k", "q4_0+q4_0")
-FORMS = ("together", "tiled")
-COLUMNS = ["what", "model", "T", "format", "tile", "us_p20", "us_p50", "us_p80", "bytes", "gb_per_s", "floor_us",
-           "ratio_to_floor", "target_us", "ok", "nmse", "n", "method", "device", "driver", "torch", "triton",
-           "commit"]  # fmt: skip
+COLUMNS = ["what", "model", "T", "format", "tile", "us_p20", "us_p50", "us_p80", "us_planned", "bytes", "gb_per_s",
+           "floor_us", "ratio_to_floor", "target_us", "ok", "nmse", "n", "method", "device", "driver", "torch",
+           "triton", "commit"]  # fmt: skip
 SMALL = LayerShape("check", 2048, 768, 16, 6)
 RARE = ("q5_k+q5_k", "q4_0+q4_0")  # timed on the first model alone
 Job = tuple[str, str, float, list[Callable[[], Any]]]
@@ -66,75 +65,88 @@ def bound(pair: str) -> float:
     return tol("gemv/q4_0 layer" if "q4_0" in pair else "gemv/layer")
 
 
+def in_layouts(w: gl.Weights, shape: LayerShape, empty: bool = False) -> gl.Weights:
+    """The weights in every layout that they have."""
+    return gl.with_tiles(gl.with_planes(w, shape, empty), shape, empty)
+
+
 def small_case(pair: str) -> str:
     """ "ok", or what is wrong, of one pair of formats on a small shape."""
     gate_up, down = pair.split("+")
     try:
-        w = gl.with_tiles(gl.make_weights(SMALL, 1, "cuda", gate_up, down), SMALL)
+        w = in_layouts(gl.make_weights(SMALL, 1, "cuda", gate_up, down), SMALL)
         seed = time.time_ns() % 100_000
         nmse, wrong = gl.check(SMALL, w, 8, seed, "cuda")
-        wrong += gl.check_tiled(SMALL, w, 8, seed, "cuda") if w.tiles is not None else []
+        for form in w.forms[1:]:
+            wrong += gl.check_form(form, SMALL, w, 8, seed, "cuda")
     except Exception as e:
         return f"{type(e).__name__}: {str(e)[:80]}"
     return ", ".join([*wrong, *([f"nmse {nmse:.1e}"] if not nmse <= bound(pair) else [])]) or "ok"
 
 
-class Compiling:
-    """What the compiler asks of a driver, in a process that must not touch the GPU."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def compile_cell(cell: tuple[str, str, int, str]) -> None:
-    """Fill the compiler's cache with the layer's kernels: everything is asked for, nothing starts."""
-    name, pair, tokens, cut = cell
-    torch.set_num_threads(1)
-    driver.set_active(Compiling(90))  # pyright: ignore[reportArgumentType]
-
-    def ask(kernel: Any, grid: tuple[int, ...], *given: Any, device: torch.device, **meta: Any) -> None:
-        kernel.warmup(*given, grid=grid, enable_fp_fusion=False, **meta)
-
-    backend.launch, backend.serve, backend.has_early_start = ask, lambda op, *_, **tensors: "cuda", lambda device: True
+def launched(cell: tuple[str, str, int], cuts: list[str]) -> Iterator[Launch]:
+    """What a cell's forms launch, written down on the host."""
+    name, pair, tokens = cell
     shape, (gate_up, down) = replace(SHAPES[name], experts=SHAPES[name].top_k), pair.split("+")
-    w = gl.with_tiles(gl.make_weights(shape, 1, "cpu", gate_up, down, empty=True), shape)
+    w = in_layouts(gl.make_weights(shape, 1, "cpu", gate_up, down, empty=True), shape, empty=True)
     call = replace(gl.make_call(shape, *routings(shape, 1)[0], "cpu"), max_rows=1 if tokens == 1 else 8)
-    if cut:
-        gl.layer_tiled(call, w, **cut_of(cut))
-    else:
-        for form in FORMS if w.tiles is not None else FORMS[:1]:
+    with record_launches() as made:
+        for form in w.forms:
             gl.LAYERS[form](call, w)
+        for cut in cuts if w.tiles is not None else ():
+            gl.layer_tiled(call, w, **cut_of(cut))
+    yield from made
 
 
-def prepared(todo: list[tuple[str, str]], tokens: list[int], cuts: list[str], workers: int) -> dict[str, str]:
-    """pair -> "ok", or what `small_case` says; on return the compiler has made what `todo` needs."""
+def variant_of(job: Launched) -> tuple[Any, ...]:
+    """What the compiler tells launches apart by."""
+
+    def told(p: Any, arg: Any) -> Any:
+        if p.is_constexpr:
+            return repr(arg)
+        if isinstance(arg, Pointer):
+            return arg
+        return None if p.do_not_specialize or not isinstance(arg, int) else (arg == 1, arg % 16 == 0)
+
+    args = zip(job.function().params, job.args, strict=True)
+    return job.module, job.kernel, *(told(p, arg) for p, arg in args), job.meta
+
+
+def prepared(todo: list[tuple[str, str]], tokens: list[int], args: argparse.Namespace) -> dict[str, str]:
+    """pair -> "ok", or what `small_case` says ("unchecked" where nobody asked); on return the compiler has made what
+    `todo` needs."""
     command = [sys.executable, __file__, "--out", ".", "--case"]
+    pairs = sorted({pair for _, pair in todo})
     running = {
         pair: subprocess.Popen([*command, pair], stdout=subprocess.PIPE, text=True)
-        for pair in sorted({pair for _, pair in todo})
+        for pair in ([] if args.cells_alone else pairs)
     }
-    jobs = sorted({(name, pair, min(t, 2), cut) for name, pair in todo for t in tokens for cut in ("", *cuts)})
-    with ProcessPoolExecutor(workers) as pool:
-        list(pool.map(compile_cell, jobs))
-    return {pair: (p.communicate()[0].strip().splitlines() or ["did not run"])[-1] for pair, p in running.items()}
+    cells = [(name, pair, t) for name, pair in todo for t in sorted({min(t, 2) for t in tokens})]
+    jobs = [job_of(launch) for cell in cells for launch in launched(cell, cuts_of(args))]
+    jobs = list({variant_of(job): job for job in jobs}.values())
+    with pool(args.workers) as compilers:
+        for why in compilers.map(prepare, [[job] for job in jobs]):
+            if why[0]:
+                print("does not compile:", why[0][:120], flush=True)
+    said = {pair: (p.communicate()[0].strip().splitlines() or ["did not run"])[-1] for pair, p in running.items()}
+    return {pair: "unchecked" for pair in pairs} | said
+
+
+def cuts_of(args: argparse.Namespace) -> list[str]:
+    """What `--cuts` lists."""
+    return args.cuts.split(",") if args.cuts else []
 
 
 def layers(calls: list[gl.Call], w: gl.Weights, moved: float, names: tuple[str, ...]) -> Iterator[Job]:
     """Forms of the whole layer."""
     for name in names:
         yield f"layer {name}", "", moved, [lambda c=c, form=gl.LAYERS[name]: form(c, w) for c in calls]
+
+
+def planned(calls: list[gl.Call], w: gl.Weights, form: Callable[..., Any]) -> list[Callable[[], Any]]:
+    """A form with its chunks made on the device, inside the clock."""
+    ends = gl.all_resident(w)
+    return [lambda c=c: gl.planned(c, w, ends, form) for c in calls]
 
 
 def other_cuts(calls: list[gl.Call], w: gl.Weights, moved: float, cuts: list[str]) -> Iterator[Job]:
@@ -189,16 +201,15 @@ def columns(timed: Timed, moved: float, roof: float) -> dict[str, Any]:
 def measure(name: str, pair: str, tokens: list[int], roof: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one shape and pair of formats. A wrong result gives one row with its error and no time."""
     shape, (gate_up, down) = SHAPES[name], pair.split("+")
-    w = gl.with_tiles(gl.make_weights(shape, 1, "cuda", gate_up, down), shape)
+    w = in_layouts(gl.make_weights(shape, 1, "cuda", gate_up, down), shape)
     for t in tokens:
         picks = routings(shape, t)
         calls, hit = [gl.make_call(shape, ids, weights, "cuda") for ids, weights in picks], experts_hit(picks)
         calls = [replace(c, max_rows=1 if t == 1 else 8) for c in calls]  # one kernel for all that share rows
         whole = layer_bytes(shape, t, hit, gl.bytes_a_weight(gate_up), gl.bytes_a_weight(down))
-        forms = FORMS if w.tiles is not None else FORMS[:1]
         for what, tile, moved, todo in [
-            *layers(calls, w, whole, forms),
-            *other_cuts(calls, w, whole, args.cuts.split(",") if args.cuts and w.tiles is not None else []),
+            *layers(calls, w, whole, w.forms),
+            *other_cuts(calls, w, whole, cuts_of(args) if w.tiles is not None else []),
             *(parts(shape, calls, w, hit, args.sweep) if args.parts else []),
         ]:
             head = {"what": what, "model": name, "T": t, "format": pair, "tile": tile}
@@ -213,6 +224,9 @@ def measure(name: str, pair: str, tokens: list[int], roof: float, args: argparse
                 yield {**head, "method": f"{type(e).__name__}: {str(e)[:60]}"}
                 continue
             if form:
+                if not tile:
+                    inside = time_calls(planned(calls, w, form), args.budget_ms)
+                    row["us_planned"] = f"{inside.us_p50:.2f}"
                 limit = target_us(t, float(row["floor_us"]))
                 row |= {"target_us": f"{limit:.1f}", "ok": "ok" if float(row["us_p50"]) <= limit else "slow"}
                 row |= {"nmse": f"{nmse:.2e}"} if t == 1 else {}
@@ -242,6 +256,7 @@ def main() -> int:
     parser.add_argument("--budget-ms", type=float, default=4.0)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--cuts", default="", help="other cuts of the tiled form")
+    parser.add_argument("--cells-alone", action="store_true", help="without the check of every pair on a small shape")
     parser.add_argument("--parts", action="store_true", help="also time single kernels")
     parser.add_argument("--sweep", action="store_true", help="also time other tiles (implies --parts)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -254,7 +269,7 @@ def main() -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     begin, tokens, todo = time.perf_counter(), [int(t) for t in args.tokens.split(",")], list(cells(args))
-    ok = prepared(todo, tokens, args.cuts.split(",") if args.cuts else [], args.workers)
+    ok = prepared(todo, tokens, args)
     print(f"{time.perf_counter() - begin:.0f} s:", *(f"{pair} {said};" for pair, said in ok.items()), flush=True)
     where, roofs, wrong = measured_on(), bandwidth_gb_per_s(), 0
     with (args.out / "decode_layer_timings.csv").open("w", newline="") as f:
@@ -264,7 +279,7 @@ def main() -> int:
             print(f"{where['device']}: {name} {value:.0f} GB/s")
             table.writerow({"what": f"bandwidth {name}", "gb_per_s": f"{value:.0f}", "method": "4 GiB", **where})
         for name, pair in todo:
-            if ok[pair] != "ok":
+            if ok[pair] not in ("ok", "unchecked"):
                 rows = iter([{"what": f"WRONG: {ok[pair]}", "model": name, "T": 0, "format": pair}])
             else:
                 rows = measure(name, pair, tokens, max(roofs.values()), args)
@@ -273,7 +288,7 @@ def main() -> int:
                 f.flush()
                 wrong += row["what"].startswith("WRONG")
                 head = f"{name:20} {pair:11} T={row['T']} {row['what']:16} {row.get('tile', ''):60}".rstrip()
-                shown = ("us_p50", "floor_us", "ratio_to_floor", "target_us", "ok", "nmse")
+                shown = ("us_p50", "us_planned", "floor_us", "ratio_to_floor", "target_us", "ok", "nmse")
                 print(head, *(f"{row.get(c, ''):>8}" for c in shown), row.get("method", "")[:30], flush=True)
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
     return 1 if wrong else 0

@@ -101,14 +101,46 @@ def dp4a(a, b, c, NATIVE: tl.constexpr):
 
 
 @jit
-def sum4(a, NATIVE: tl.constexpr):
-    """The sum of the four signed bytes of an int32."""
+def dp4a_unsigned(a, b, c, NATIVE: tl.constexpr):
+    """c + the dot of the four unsigned bytes of a with the signed ones of b; all int32."""
     if NATIVE:
         out = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, 0x01010101, 0;", "=r,r", [a], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        out = ((a << 24) >> 24) + ((a << 16) >> 24) + ((a << 8) >> 24) + (a >> 24)
+        low = (a & 0xFF) * ((b << 24) >> 24) + (a >> 8 & 0xFF) * ((b << 16) >> 24)
+        out = low + (a >> 16 & 0xFF) * ((b << 8) >> 24) + (a >> 24 & 0xFF) * (b >> 24) + c
+    return out
+
+
+@jit
+def add4(a, c, NATIVE: tl.constexpr):
+    """c plus the sum of the four signed bytes of a; all int32."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, 0x01010101, $2;", "=r,r,r", [a, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = c + (((a << 24) >> 24) + ((a << 16) >> 24) + ((a << 8) >> 24) + (a >> 24))
+    return out
+
+
+@jit
+def four_words(at, NATIVE: tl.constexpr):
+    """The four int32 at byte pointers that are multiples of 16, of memory that nobody writes while the kernel runs. One
+    load: triton sees no four neighbours where lanes are the last axis."""
+    if NATIVE:
+        out = tl.inline_asm_elementwise(
+            "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];",
+            "=r,=r,=r,=r,l",
+            [at.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+        out = (tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
     return out
 
 

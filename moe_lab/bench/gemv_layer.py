@@ -3,8 +3,10 @@
 From given picks on, in two forms whose results have the same bits:
     together  three launches: quantise; gate + up + SwiGLU + quantise + down; weighted sum (what the arm does)
     apart     six: quantise, gate + up, SwiGLU, quantise, down (scattered into token order), weighted sum
-and, of weights that were put into tiles when they were loaded, in three launches whose bits are their own:
-    tiled     as together (what `moe_lab.arms.tiled` does)
+and, of weights in other layouts, in three launches whose bits are their own:
+    planar    as together, of planes (arm `gemv` on a layer in layout "planar")
+    tiled     as together, of tiles (likewise, layout "tiles")
+`planned` puts the launch before each of them that makes its chunks on the device.
 Nothing of the lab's own layer is in the way, so a kernel's time is the kernel's. T tokens, K experts a token,
 P = T * K pairs, D model width, F expert width, E experts.
 """
@@ -25,8 +27,11 @@ from moe_lab_kernels.gemv import mlp as gemv_mlp
 from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows
 from moe_lab_kernels.gemv.tiles import Tile, TileCut
 from moe_lab_kernels.rows import activation, combine
+from moe_lab_kernels.slots import slot_table
+from moe_lab_kernels.storage import planar
 from moe_lab_kernels.storage.blocks import BLOCKS
-from moe_lab_kernels.storage.row_tiles import refusal, to_tiles
+from moe_lab_kernels.storage.planar_layout import planes_of
+from moe_lab_kernels.storage.row_tiles import ROWS, refusal, tile_bytes, to_tiles
 
 GATE_UP, DOWN = "q2_k", "q3_k"
 
@@ -51,15 +56,43 @@ class Weights:
     gate_up_format: str = GATE_UP
     down_format: str = DOWN
     tiles: tuple[Tensor, Tensor, Tensor] | None = None  # the same three, in tiles
+    planes: tuple[Tensor, Tensor, Tensor] | None = None  # in planes
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Forms of the whole layer that these weights have, in three launches each."""
+        there = {"together": self.gate, "planar": self.planes, "tiled": self.tiles}
+        return tuple(form for form, held in there.items() if held is not None)
 
 
-def with_tiles(w: Weights, shape: LayerShape) -> Weights:
-    """The weights and their tiles, where all of them have any."""
+def with_planes(w: Weights, shape: LayerShape, empty: bool = False) -> Weights:
+    """The weights and their planes; `empty`: room for them."""
+    sides = ((w.gate, w.gate_up_format), (w.up, w.gate_up_format), (w.down, w.down_format))
+
+    def planes(raw: Tensor, format: str) -> Tensor:
+        if not empty:
+            return planar.repack(raw, format)[:, None]
+        _, n, width = raw.shape
+        size = planes_of(format, n * (width // BLOCKS[format].bytes))[1]
+        return torch.empty(len(raw), 1, size, dtype=torch.uint8, device=raw.device)
+
+    gate, up, down = (planes(raw, format) for raw, format in sides)
+    return replace(w, planes=(gate, up, down))
+
+
+def with_tiles(w: Weights, shape: LayerShape, empty: bool = False) -> Weights:
+    """The weights and their tiles, where all of them have any; `empty`: room for them."""
     d, f = shape.d_model, shape.d_expert
     sides = ((w.gate, w.gate_up_format, f, d), (w.up, w.gate_up_format, f, d), (w.down, w.down_format, d, f))
     if any(refusal(format, n, kd) for _, format, n, kd in sides):
         return w
-    gate, up, down = (to_tiles(raw, format, kd) for raw, format, _, kd in sides)
+
+    def tiles(raw: Tensor, format: str, n: int, kd: int) -> Tensor:
+        if not empty:
+            return to_tiles(raw, format, kd)
+        return torch.empty(len(raw), n // ROWS, tile_bytes(format, kd), dtype=torch.uint8, device=raw.device)
+
+    gate, up, down = (tiles(*side) for side in sides)
     return replace(w, tiles=(gate, up, down))
 
 
@@ -182,6 +215,15 @@ def layer_apart(c: Call, w: Weights) -> Tensor:
     return weighted_sum(c)
 
 
+def layer_planar(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile | None = None) -> Tensor:
+    """The routed layer from planes, in three launches. `w` has planes."""
+    assert w.planes is not None
+    more = {"max_rows": c.max_rows, "tile": tile, "down_tile": down_tile, "layout": "planar"}
+    formats = (w.gate_up_format, w.down_format)
+    gemv_mlp.gemv_mlp(c.x, c.row_of, *w.planes, c.chunks, *formats, c.y, c.out_row, **more)
+    return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
+
+
 def layer_tiled(c: Call, w: Weights, cut: TileCut | None = None, down_tiles: int | None = None) -> Tensor:
     """The routed layer from tiles, in three launches. `w` has tiles."""
     assert w.tiles is not None
@@ -191,7 +233,28 @@ def layer_tiled(c: Call, w: Weights, cut: TileCut | None = None, down_tiles: int
     return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
 
 
-LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {"together": layer, "tiled": layer_tiled, "apart": layer_apart}
+Ends = tuple[Tensor, Tensor, Tensor]
+
+
+def all_resident(w: Weights) -> Ends:
+    """What a slot table is asked with where expert e lies in slot e: tokens affected (none), slot_of, owner."""
+    slot = torch.arange(len(w.gate), dtype=torch.int32, device=w.gate.device)
+    return torch.zeros((), dtype=torch.int32, device=w.gate.device), slot, slot
+
+
+def planned(c: Call, w: Weights, ends: Ends, form: Callable[[Call, Weights], Tensor]) -> Tensor:
+    """A form from given picks with its chunks made on the device, by one launch more (`all_resident` gives `ends`)."""
+    rows = 1 if c.max_rows == 1 else gemv.MAX_CHUNK_ROWS
+    table = slot_table.slot_table(c.ids, c.weights, *ends, rows)
+    return form(replace(c, row_of=table.token, out_row=table.row, chunks=table.chunks), w)
+
+
+LAYERS: dict[str, Callable[[Call, Weights], Tensor]] = {
+    "together": layer,
+    "planar": layer_planar,
+    "tiled": layer_tiled,
+    "apart": layer_apart,
+}
 
 
 def exact(c: Call, w: Weights) -> Tensor:
@@ -208,7 +271,8 @@ def exact(c: Call, w: Weights) -> Tensor:
 
 def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> tuple[float, list[str]]:
     """On a fresh input, into poisoned outputs: the layer's NMSE against `exact`, and the steps whose bits differ from
-    their torch reference, then "together" where the few launches do (none, when all is well)."""
+    their torch reference, then "together" where the few launches do, then "planned" where they do with chunks made on
+    the device (none, when all is well)."""
     c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
     c.poison()
     rows, out = quantised(c, w), layer_apart(c, w)
@@ -229,30 +293,38 @@ def check(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) ->
     c.poison()
     if not torch.equal(layer(c, w), want[-1]) or not torch.equal(c.y, want[5]):
         wrong.append("together")
+    c.poison()
+    if not torch.equal(planned(c, w, all_resident(w), layer), want[-1]):
+        wrong.append("planned")
     target = exact(c, w).double()
     return float((out.double() - target).square().sum() / target.square().sum()), wrong
 
 
-def check_tiled(shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> list[str]:
-    """As `check`, of the tiles: the products whose bits differ from their torch reference, then "tiled" where the one
-    grid does (none, when all is well)."""
-    assert w.tiles is not None
-    c = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device)
-    gate, up, down = w.tiles
+def check_form(form: str, shape: LayerShape, w: Weights, tokens: int, seed: int, device: str) -> list[str]:
+    """As `check`, of planes or tiles: the products whose bits differ from their torch reference, then the form where
+    its one grid does (none, when all is well)."""
+    weights = w.planes if form == "planar" else w.tiles
+    assert weights is not None
+    c, (gate, up, down) = make_call(shape, *routings(shape, tokens, seed=seed)[-1], device), weights
+    more: dict[str, Any] = {"max_rows": c.max_rows} | ({"layout": "planar"} if form == "planar" else {})
+
+    def quantised(x: Tensor, format: str) -> Any:
+        return lane_rows.quantize_lanes(x, format, layout="planar") if form == "planar" else sum_rows.quantize_sums(x)
 
     def products(op: Callable[..., Any]) -> list[Tensor]:
         c.poison()
-        rows, more = sum_rows.quantize_sums(c.x), {"max_rows": c.max_rows}
+        rows = quantised(c.x, w.gate_up_format)
         op(rows, c.row_of, gate, c.chunks, w.gate_up_format, c.gate, w2=up, out2=c.up, **more)
-        hidden = sum_rows.quantize_sums(activation.swiglu(c.gate, c.up))
+        hidden = quantised(activation.swiglu(c.gate, c.up), w.down_format)
         op(hidden, c.pairs, down, c.chunks, w.down_format, c.y, out_row=c.out_row, **more)
         return [c.gate.clone(), c.up.clone(), c.y.clone()]
 
-    got, want = products(tiled.gemv_tiled), products(tiled.gemv_tiled_ref)
-    wrong = [f"tiled {n}" for n, a, b in zip(("gate", "up", "down"), got, want, strict=True) if not torch.equal(a, b)]
+    kernel, twin = (gemv.gemv, gemv.gemv_ref) if form == "planar" else (tiled.gemv_tiled, tiled.gemv_tiled_ref)
+    got, want = products(kernel), products(twin)
+    wrong = [f"{form} {n}" for n, a, b in zip(("gate", "up", "down"), got, want, strict=True) if not torch.equal(a, b)]
     c.poison()
-    if not torch.equal(layer_tiled(c, w), weighted_sum(replace(c, y=want[2]), combine.combine_ref)):
-        wrong.append("tiled")
+    if not torch.equal(LAYERS[form](c, w), weighted_sum(replace(c, y=want[2]), combine.combine_ref)):
+        wrong.append(form)
     return wrong
 
 

@@ -116,6 +116,28 @@ def test_a_graph_replays_the_eager_bits(tokens: int) -> None:
         assert all(torch.equal(out, want) for out in outs)
 
 
+NANS = ["x", "an infinity in x", "codes and scales of gate", "codes and scales of down"]
+
+
+@pytest.mark.parametrize("form", ["together", "planar", "tiled"])
+@pytest.mark.parametrize("where", NANS)
+def test_no_value_is_taken_for_one_that_is_not_there(form: str, where: str) -> None:
+    """All bits set is every format's NaN and the mark of a product on its way: programs that wait for it would never
+    end."""
+    shape = LayerShape("test", 2048, 768, 16, 6)
+    w, c = gl.make_weights(shape, 3, "cuda"), drawn(shape, 2)
+    if where == "x":
+        c.x[1].view(torch.int16).fill_(-1)
+    elif where.endswith("x"):
+        c.x[1, 7] = float("inf")
+    else:
+        (w.gate if where.endswith("gate") else w.down)[int(c.ids[1, 0])] = 0xFF
+    w = gl.with_tiles(gl.with_planes(w, shape), shape)
+    out = gl.LAYERS[form](c, w)
+    assert out[1].isnan().all()
+    assert int(c.ids[1, 0]) in c.ids[0].tolist() or out[0].isfinite().all()
+
+
 def test_two_streams_at_once_do_not_meet() -> None:
     """Two launches with programs that wait, side by side on one GPU: both end, each with its own bits."""
     shape = LayerShape("test", 2048, 768, 128, 8)

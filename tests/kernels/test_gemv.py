@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
     with pytest.raises(LabError, match=r"no kernel multiplies 'q9_k' as it lies; .* for q2_k, q3_k, q4_k"):
         run(format="q9_k")
-    with pytest.raises(LabError, match=r"w must have shape \[S, N, 110\], got \[3, 20, 84\]"):
+    with pytest.raises(LabError, match=r"w must have shape \[S, 20, 110\], got \[3, 20, 84\]"):
         run(format="q3_k")
     with pytest.raises(LabError, match="whole blocks of 256 values, got Kd=224"):
         run(rows=(codes[:, :224], scale[:, :7]))

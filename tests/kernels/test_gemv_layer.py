@@ -17,9 +17,8 @@ def weights() -> gemv_layer.Weights:
     return gemv_layer.make_weights(TINY, seed=1, device="cpu")
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_right_kernels_pass(weights: gemv_layer.Weights, tokens: int) -> None:
-    nmse, wrong = gemv_layer.check(TINY, weights, tokens, seed=tokens, device="cpu")
+def test_right_kernels_pass(weights: gemv_layer.Weights) -> None:
+    nmse, wrong = gemv_layer.check(TINY, weights, 3, seed=3, device="cpu")
     assert not wrong
     assert nmse <= tol("gemv/layer")
 

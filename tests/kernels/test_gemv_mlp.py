@@ -9,6 +9,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels.gemv import gemv, lane_rows
 from moe_lab_kernels.gemv import mlp as gemv_mlp
 from moe_lab_kernels.gemv.decode_ref import lanes_of
+from moe_lab_kernels.gemv.hand_over import LINE, scratch
 from moe_lab_kernels.gemv.tiles import Tile
 from moe_lab_kernels.rows import activation
 from moe_lab_kernels.slots.pointer_table import PointerTable
@@ -101,7 +102,7 @@ def test_no_tile_and_no_chunk_shows(experts: Experts, usual: torch.Tensor) -> No
     alone = torch.stack([torch.tensor([1, 1, 1, 3]), torch.arange(4), torch.ones(4)], 1).int()
     tile = Tile(32, sums=32, shared=2)
     assert same_bits(together(rows(), experts, tile=tile, down_tile=Tile(64, sums=64), max_rows=8), usual)
-    assert same_bits(together(rows(), experts, chunks=alone, tile=Tile(64, sums=64), max_rows=1), usual)
+    assert same_bits(together(rows(), experts, chunks=alone, max_rows=1), usual)
 
 
 def test_weights_in_allocations_of_their_own(experts: Experts, usual: torch.Tensor) -> None:
@@ -132,11 +133,23 @@ def test_empty_batches_and_misfits(experts: Experts) -> None:
     empty = gemv_mlp.gemv_mlp(rows()[:0], none, *experts, CHUNKS[:0], *FORMATS, y[:0], none)
     assert empty.shape == (0, 64)
     for bad, message in (
-        ((gate, up[:, :32], down), r"up must have shape \[5, 64, 34\], got \[5, 32, 34\]"),
-        ((gate, up, down[:4]), r"down must have shape \[5, 64, 34\], got \[4, 64, 34\]"),
+        ((gate, up[:, :32], down), r"up must have shape \[S, 64, 34\], got \[5, 32, 34\]"),
+        ((gate, up, down[:4]), r"as many slots, got \[5, 5, 4\]"),
         ((PointerTable.of([gate]), up, down), "all tensors or all tables of addresses"),
     ):
         with pytest.raises(LabError, match=message):
             gemv_mlp.gemv_mlp(rows(), ROW_OF, *bad, CHUNKS, *FORMATS, y, OUT_ROW)
     with pytest.raises(LabError, match="limit_mode='oai' clamps, so it needs a limit"):
         gemv_mlp.gemv_mlp(rows(), ROW_OF, *experts, CHUNKS, *FORMATS, y, OUT_ROW, limit_mode="oai")
+
+
+@pytest.mark.parametrize(("chunks", "pairs", "f", "row_bytes"), [(1, 1, 704, 704), (33, 64, 768, 1024), (6, 5, 64, 96)])
+def test_no_two_hidden_rows_share_a_cache_line(chunks: int, pairs: int, f: int, row_bytes: int) -> None:
+    """Programs read them without an acquire: a line must hold nothing that is made later."""
+    own = scratch(chunks, pairs, f, row_bytes)
+    starts = [4 * own.cleared, 4 * own.words - pairs * 8 * own.groups, own.row_bytes, 2 * own.groups, 4 * own.groups]
+    assert not any(at % LINE for at in starts)
+    assert own.cleared >= chunks + 2 * pairs * f
+    assert own.row_bytes >= row_bytes
+    assert own.groups >= f // 32
+    assert 4 * (own.words - own.cleared) == pairs * (own.row_bytes + (2 + 2 + 4) * own.groups)

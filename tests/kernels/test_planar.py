@@ -30,6 +30,16 @@ def test_there_and_back(format: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(planar.restore_ref(packed, format, n, kd), raw)
 
 
+@pytest.mark.parametrize("format", ["q3_k", "q4_k", "mxfp4"])
+def test_programs_of_several_blocks_meet_where_they_should(format: str) -> None:
+    raw = random_rows(format, 2, 59, 5)
+    size = planes_of(format, 295)[1]
+    buffer = torch.full((4, size), 7, dtype=torch.uint8)
+    planar.repack(raw, format, out=buffer[1:3])
+    assert torch.equal(buffer[1:3], planar.repack_ref(raw, format))
+    assert (buffer[[0, 3]] == 7).all(), "nothing beside the weights is written"
+
+
 @pytest.mark.parametrize("format", PIECES)
 def test_planes_take_the_raw_bytes_and_start_aligned(format: str) -> None:
     assert sum(plane_bytes(format).values()) == BLOCKS[format].bytes

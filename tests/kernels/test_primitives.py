@@ -36,7 +36,7 @@ def _bytes_kernel(a, b, out, N: tl.constexpr):
     i = tl.arange(0, N)
     va, vb = tl.load(a + i), tl.load(b + i)
     tl.store(out + i, primitives.dp4a(va, vb, i, False))
-    tl.store(out + N + i, primitives.sum4(va, False))
+    tl.store(out + N + i, primitives.add4(va, 0, False))
     tl.store(out + 2 * N + i, primitives.dp2a(va, vb, False, False))
     tl.store(out + 3 * N + i, primitives.dp2a(va, vb, True, False))
 

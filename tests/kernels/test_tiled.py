@@ -6,6 +6,7 @@ import torch
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv import gemv, sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.gemv.q8_rows import Words
 from moe_lab_kernels.gemv.tiles import TileCut
 from moe_lab_kernels.rows import activation, quantize_rows
 from moe_lab_kernels.slots.pointer_table import PointerTable
@@ -63,9 +64,11 @@ def test_what_has_no_tiles_is_refused(format: str, n: int, kd: int, why: str) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_q8_1_with_their_sums(dtype: str) -> None:
     x = x_of(704).to(DTYPES[dtype])
-    counters = torch.ones(700, dtype=torch.int32)
-    got, want = sum_rows.quantize_sums(x, clear=counters), sum_rows.quantize_sums_ref(x)
-    assert not counters.any()
+    words, want_words = torch.ones(2, 700, dtype=torch.int32)
+    got = sum_rows.quantize_sums(x, clear=Words(words, 690))
+    want = sum_rows.quantize_sums_ref(x, clear=Words(want_words, 690))
+    assert torch.equal(words, want_words)
+    assert words.sum() == 10
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
     assert all(same_bits(a, b) for a, b in zip(got[:3], quantize_rows.quantize_q8_1_ref(x), strict=True))
     sums = got.codes.int().unflatten(-1, (-1, 2, 16)).sum(-1)

@@ -75,7 +75,10 @@ def dequantize(
     """
     check_rows(raw, format)
     block, units = BLOCKS[format], UNITS[format]
-    out = output_of("dequantize", raw, (*raw.shape[:-1], raw.shape[-1] // block.bytes * block.values), out_dtype, out)
+    expect_contiguous("dequantize", "raw", raw)
+    out = output_of(
+        "dequantize", raw.device, (*raw.shape[:-1], raw.shape[-1] // block.bytes * block.values), out_dtype, out
+    )
     expect_rows("dequantize", "raw", raw, block.alignment)
     on = backend.serve("dequantize", raw=raw, out=out)
     count = raw.numel() // block.bytes * units.per_block
@@ -98,13 +101,12 @@ def cut_for(on: str, runs: int) -> Cut:
     return Cut(min(CUT_INTERPRETER.runs, max(32, backend.next_power_of_2(runs))), CUT_INTERPRETER.warps)
 
 
-def output_of(op: str, raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Where `op` writes: a new tensor, or the caller's. Both sides are contiguous."""
+def output_of(op: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Where `op` writes: a new tensor, or the caller's, contiguous both."""
     if dtype not in FLOATS:
         raise LabTypeError(f"{op}: out_dtype must be fp32, fp16 or bf16, got {dtype}.")
-    expect_contiguous(op, "raw", raw)
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=raw.device)
+        return torch.empty(shape, dtype=dtype, device=device)
     expect(op, "out", out, [dtype], shape)
     expect_contiguous(op, "out", out)
     return out

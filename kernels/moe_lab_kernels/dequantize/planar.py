@@ -25,7 +25,7 @@ from moe_lab_kernels.storage.planar_layout import ALIGNMENT, planes_of
 @jit(do_not_specialize=["units", "weight", "high", "scales", "tops", "floats"])
 def _dequantize_planar(planar, out, units, weight, high, scales, tops, floats, FORMAT: tl.constexpr,
                        VALUES: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (TILE units of eight values, weight); `weight`: bytes of a weight, the next four: starts of planes."""
+    """Program = (TILE units of eight values, weight); `weight`: bytes from one to the next; then starts of planes."""
     first, per_block = tl.program_id(0).to(tl.int64) * TILE, VALUES // 8
     left = tl.minimum(units - first, TILE).to(tl.int32)
     mine, lane = tl.arange(0, TILE)[:, None], tl.arange(0, 8)[None, :]
@@ -108,23 +108,25 @@ def dequantize_planar(
 ) -> Float[Tensor, "*weights N Kd"]:
     """Values of weights [n, kd] in `out_dtype` (bf16, fp16 or fp32), written to `out` where one is given (Triton).
 
-    LabError for a format without planes, a buffer of another size, one that is not contiguous or does not start at a
-    multiple of 16 bytes, or an `out` that does not fit; LabTypeError for other dtypes.
+    Buffers lie one after another, with one leading axis at any distance. LabError for a format without planes, a buffer
+    of another size, buffers that lie otherwise or do not start at multiples of 16 bytes, or an `out` that does not fit;
+    LabTypeError for other dtypes.
     """
-    blocks, lead = check_planar("dequantize_planar", planar, format, n, kd)
+    blocks, lead = check_planar("dequantize_planar", planar, format, n, kd, gaps=planar.ndim == 2)
     expect_rows("dequantize_planar", "planar", planar, ALIGNMENT)
-    out = output_of("dequantize_planar", planar, (*planar.shape[:-1], n, kd), out_dtype, out)
+    out = output_of("dequantize_planar", planar.device, (*planar.shape[:-1], n, kd), out_dtype, out)
     if lead > MAX_GRID_Y:
         raise LabError(f"dequantize_planar: {lead} weights at once pass the grid's {MAX_GRID_Y}; take fewer.")
     on = backend.serve("dequantize_planar", planar=planar, out=out)
     planes, size = planes_of(format, blocks)
+    apart = planar.stride(0) if planar.ndim == 2 else size
     units = blocks * BLOCKS[format].values // 8
     cut = cut or cut_for(on, units)
     starts = [planes[name].start for name in ("high", "scales", "tops", "floats")]
     backend.launch(
         _dequantize_planar,
         (-(-units // cut.runs), lead),
-        *(planar, out, units, size, *starts, format, BLOCKS[format].values, cut.runs, backend.has_dp4a(on)),
+        *(planar, out, units, apart, *starts, format, BLOCKS[format].values, cut.runs, backend.has_dp4a(on)),
         device=planar.device,
         num_warps=cut.warps,
     )

@@ -9,15 +9,17 @@ no chunk, no grid, no launch.
 
 from moe_lab_kernels.backend import gdc_launch_dependents, gdc_wait, jit, tl
 from moe_lab_kernels.gemv.decode_part import part
+from moe_lab_kernels.primitives import offset64, round_to
 
 
 @jit
-def lane_sums(w, x, d8, total, known, blocks, A: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr,
-              LANES: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, ORDERED: tl.constexpr,
-              NATIVE: tl.constexpr):  # fmt: skip
-    """fp32 [A, B, 32]: each lane's sum over its steps. w: pointers to weight rows, [.., .., 32], LANES lanes a row; x,
-    d8, total: pointers to activation rows [.., .., 1], of which `known` masks what is not there; weight addresses are
-    always valid. VALUES: of a block. ORDERED: 1 where x is in lane order (`lane_rows`), else 0.
+def lane_sums(w, w_row_stride, n_row, N, x, d8, total, known, blocks, A: tl.constexpr, B: tl.constexpr,
+              FORMAT: tl.constexpr, LANES: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr,
+              ORDERED: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """fp32 [A, B, 32]: each lane's sum over its steps. w: pointer to a weight of N rows; n_row int32 [1, B, 32]: each
+    lane's, LANES lanes a row; x, d8, total: pointers to activation rows [.., .., 1], of which `known` masks what is not
+    there; weight addresses are always valid. VALUES: of a block. ORDERED: 1 where x is in lane order (`lane_rows`),
+    else 0.
 
     The last axis is a whole warp whatever LANES is: with a shorter one, weights and activations would be laid over
     threads in different ways. Lanes past the last block read it again against zeros, so the loop needs no mask on
@@ -25,11 +27,13 @@ def lane_sums(w, x, d8, total, known, blocks, A: tl.constexpr, B: tl.constexpr, 
     """
     lane = tl.arange(0, 32)[None, None, :] % LANES
     acc = tl.zeros((A, B, 32), tl.float32)
+    w_row, first, count = w + offset64(n_row, w_row_stride), n_row * blocks, N * blocks
     for first_block in range(0, blocks, LANES // PER_BLOCK):
         block = first_block + lane // PER_BLOCK
         there = known & (block < blocks)
-        acc += part(w, x, x + (first_block * VALUES + lane * 8), d8, total, tl.minimum(block, blocks - 1),
-                    lane % PER_BLOCK, there, FORMAT, PER_BLOCK, 8 * LANES * ORDERED, NATIVE)  # fmt: skip
+        acc += part(w_row, w, first, count, x, x + (first_block * VALUES + lane * 8), d8, total,
+                    tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, PER_BLOCK, 8 * LANES * ORDERED,
+                    NATIVE)  # fmt: skip
     return acc
 
 
@@ -45,3 +49,9 @@ def let_the_next_kernel_start(PDL: tl.constexpr):
     """Called after the wait, so what the next kernel reads before its own wait is older than this kernel."""
     if PDL:
         gdc_launch_dependents()
+
+
+@jit
+def stored_as(v, dtype: tl.constexpr):
+    """fp32 v rounded in `dtype`; where that is int32, its bits inverted: a product on its way (`hand_over`)."""
+    return ~v.to(tl.int32, bitcast=True) if dtype == tl.int32 else round_to(v, dtype)

@@ -26,7 +26,7 @@ is known of alignment. It holds for a pointer computed in the same function, not
 # (pyright takes tl.static_range for a function that never returns)
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.primitives import dp2a, dp4a, funnel, pair, sum4
+from moe_lab_kernels.primitives import add4, dp2a, dp4a, funnel, pair
 
 
 @jit
@@ -49,11 +49,11 @@ def q2_k(w, x, ordered, d8, h, k, there, WIDE: tl.constexpr, STRIDE: tl.constexp
             dp4a((a0 >> (2 * j - up)) & mask, x0, 0, NATIVE),
             dp4a((a1 >> (2 * j - up)) & mask, x1, 0, NATIVE),
         )
-        sum0, sum1 = sum4(x0, NATIVE), sum4(x1, NATIVE)
+        sum0, sum1 = add4(x0, 0, NATIVE), add4(x1, 0, NATIVE)
         if WIDE:
             idot0 = dp4a((b0 >> (2 * j - up)) & mask, y0, idot0, NATIVE)
             idot1 = dp4a((b1 >> (2 * j - up)) & mask, y1, idot1, NATIVE)
-            sum0, sum1 = sum0 + sum4(y0, NATIVE), sum1 + sum4(y1, NATIVE)
+            sum0, sum1 = sum0 + add4(y0, 0, NATIVE), sum1 + add4(y1, 0, NATIVE)
         scaled = dp2a(pair(idot0, idot1, NATIVE), scales01 if j < 2 else scales23, j % 2, NATIVE)
         shifted = dp2a(pair(sum0, sum1, NATIVE), mins01 if j < 2 else mins23, j % 2, NATIVE)
         main_j, low_j = (s8 * (0.25 if j % 2 else 1.0)) * scaled.to(tl.float32), s8 * shifted.to(tl.float32)
@@ -78,16 +78,16 @@ def q3_k(w, x, ordered, d8, h, k, there, WIDE: tl.constexpr, STRIDE: tl.constexp
     # 16-bit loads: a word here would reach two bytes past the block, and past the tensor behind its last one
     top = funnel(s2, _half_word(w + 106), shift, NATIVE) >> (4 * h)
     nibbles01, nibbles23 = funnel(s0, s1, shift, NATIVE) >> (4 * h), funnel(s1, s2, shift, NATIVE) >> (4 * h)
-    scales01 = _minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
-    scales23 = _minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
+    scales01 = minus_32((nibbles01 & 0x0F0F0F0F) | ((top & 0x03030303) << 4))
+    scales23 = minus_32((nibbles23 & 0x0F0F0F0F) | (((top >> 2) & 0x03030303) << 4))
     for j in tl.static_range(4):
         x0, y0, x1, y1, s8 = _activations(x, ordered, d8, h, k, j, there, WIDE, STRIDE)
         up, mask, third = 2 * (j % 2), 0x03030303 << (2 * (j % 2)), 0x04040404 << (2 * (j % 2))
         code0 = ((a0 >> (2 * j - up)) & mask) | ((high_a0 << (2 + up - j)) & third)
         code1 = ((a1 >> (2 * j - up)) & mask) | ((high_a1 << (2 + up - j)) & third)
-        sum0, sum1 = sum4(x0, NATIVE), sum4(x1, NATIVE)
+        sum0, sum1 = add4(x0, 0, NATIVE), add4(x1, 0, NATIVE)
         if WIDE:
-            sum0, sum1 = sum0 + sum4(y0, NATIVE), sum1 + sum4(y1, NATIVE)
+            sum0, sum1 = sum0 + add4(y0, 0, NATIVE), sum1 + add4(y1, 0, NATIVE)
         idot0, idot1 = dp4a(code0, x0, sum0 * (-4 << up), NATIVE), dp4a(code1, x1, sum1 * (-4 << up), NATIVE)
         if WIDE:
             code0 = ((b0 >> (2 * j - up)) & mask) | ((high_b0 << (2 + up - j)) & third)
@@ -145,7 +145,7 @@ def eight_codes(x, plain, ordered, i, there, STRIDE: tl.constexpr):
 
 
 @jit
-def _minus_32(packed):
+def minus_32(packed):
     """Four bytes 0..63 to four signed bytes -32..31; the set top bit keeps borrows from crossing bytes."""
     return ((packed | -0x7F7F7F80) - 0x20202020) ^ -0x7F7F7F80
 

@@ -23,7 +23,7 @@ are cut out of aligned ones. Nothing behind a row is read.
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, ue4m3_halved
 from moe_lab_kernels.gemv.decode import eight_codes
-from moe_lab_kernels.primitives import dp4a, funnel
+from moe_lab_kernels.primitives import add4, dp4a, funnel
 
 
 @jit
@@ -58,8 +58,8 @@ def q45_k(w, x, ordered, d8, g, there, FIVE: tl.constexpr, STRIDE: tl.constexpr,
         xa, xb, ya, yb = x0.to(tl.int32), (x0 >> 32).to(tl.int32), x1.to(tl.int32), (x1 >> 32).to(tl.int32)
         idot0 = dp4a(b0, xb, dp4a(a0, xa, idot0, NATIVE), NATIVE)
         idot1 = dp4a(b1, yb, dp4a(a1, ya, idot1, NATIVE), NATIVE)
-        isum0 = _add4(xb, _add4(xa, isum0, NATIVE), NATIVE)
-        isum1 = _add4(yb, _add4(ya, isum1, NATIVE), NATIVE)
+        isum0 = add4(xb, add4(xa, isum0, NATIVE), NATIVE)
+        isum1 = add4(yb, add4(ya, isum1, NATIVE), NATIVE)
     s8_0 = tl.load(tl.max_contiguous(d8 + 2 * g, [1, 1, 2]), mask=there, other=0).to(tl.float32)
     s8_1 = tl.load(tl.max_contiguous(d8 + (2 * g + 1), [1, 1, 2]), mask=there, other=0).to(tl.float32)
     main = s8_0 * (scale0 * idot0).to(tl.float32) + s8_1 * (scale1 * idot1).to(tl.float32)
@@ -99,8 +99,8 @@ def q6_k(w, x, ordered, d8, sub, there, STRIDE: tl.constexpr, NATIVE: tl.constex
         idot1 = dp4a(lb & 0x0F0F0F0F | lh << 2 & 0x30303030, x1, idot1, NATIVE)
         idot2 = dp4a(la >> 4 & 0x0F0F0F0F | lh & 0x30303030, x2, idot2, NATIVE)
         idot3 = dp4a(lb >> 4 & 0x0F0F0F0F | lh >> 2 & 0x30303030, x3, idot3, NATIVE)
-        isum0, isum1 = _add4(x0, isum0, NATIVE), _add4(x1, isum1, NATIVE)
-        isum2, isum3 = _add4(x2, isum2, NATIVE), _add4(x3, isum3, NATIVE)
+        isum0, isum1 = add4(x0, isum0, NATIVE), add4(x1, isum1, NATIVE)
+        isum2, isum3 = add4(x2, isum2, NATIVE), add4(x3, isum3, NATIVE)
     s0, s1 = _int8(at), _int8(at + 2)
     s2, s3 = _int8(at + 4), _int8(at + 6)
     main = _d8(from_d8, 0, there) * (s0 * (idot0 - 32 * isum0)).to(tl.float32)
@@ -152,7 +152,7 @@ def mxfp4(w, x, ordered, d8, there, zero, STRIDE: tl.constexpr, NATIVE: tl.const
             low = eight_codes(x, zero + 4 * i, ordered, i // 2, there, STRIDE)
             high = eight_codes(x, zero + (16 + 4 * i), ordered, 2 + i // 2, there, STRIDE)
         x0, x1 = (low >> 32 * (i % 2)).to(tl.int32), (high >> 32 * (i % 2)).to(tl.int32)
-        plus, minus = _doubled_dots(q, x0, x1, plus, minus, NATIVE)
+        plus, minus = doubled_dots(q, x0, x1, plus, minus, NATIVE)
     e = tl.load(tl.max_contiguous(w + zero, [1, 1, 2])).to(tl.int32)
     return (e8m0_halved(e) * _d8(d8 + zero, 0, there)) * (plus - minus).to(tl.float32)
 
@@ -167,20 +167,20 @@ def nvfp4(w, x, ordered, d8, t, there, STRIDE: tl.constexpr, NATIVE: tl.constexp
     x01 = eight_codes(x, 32 * t, ordered, 0, there, STRIDE)
     x23 = eight_codes(x, 32 * t + 8, ordered, 1, there, STRIDE)
     near, far = tl.load(tl.max_contiguous(words + 1, [1, 1, 2])), tl.load(tl.max_contiguous(words + 2, [1, 1, 2]))
-    plus, minus = _doubled_dots(near, x01.to(tl.int32), x23.to(tl.int32), 0, 0, NATIVE)
-    plus, minus = _doubled_dots(far, (x01 >> 32).to(tl.int32), (x23 >> 32).to(tl.int32), plus, minus, NATIVE)
+    plus, minus = doubled_dots(near, x01.to(tl.int32), x23.to(tl.int32), 0, 0, NATIVE)
+    plus, minus = doubled_dots(far, (x01 >> 32).to(tl.int32), (x23 >> 32).to(tl.int32), plus, minus, NATIVE)
     first = ue4m3_halved(scales & 0xFF) * (plus - minus).to(tl.float32)
     x01 = eight_codes(x, 32 * t + 16, ordered, 2, there, STRIDE)
     x23 = eight_codes(x, 32 * t + 24, ordered, 3, there, STRIDE)
     near, far = tl.load(tl.max_contiguous(words + 3, [1, 1, 2])), tl.load(tl.max_contiguous(words + 4, [1, 1, 2]))
-    plus, minus = _doubled_dots(near, x01.to(tl.int32), x23.to(tl.int32), 0, 0, NATIVE)
-    plus, minus = _doubled_dots(far, (x01 >> 32).to(tl.int32), (x23 >> 32).to(tl.int32), plus, minus, NATIVE)
+    plus, minus = doubled_dots(near, x01.to(tl.int32), x23.to(tl.int32), 0, 0, NATIVE)
+    plus, minus = doubled_dots(far, (x01 >> 32).to(tl.int32), (x23 >> 32).to(tl.int32), plus, minus, NATIVE)
     second = ue4m3_halved(scales >> 8) * (plus - minus).to(tl.float32)
     return _d8(d8 + t, 0, there) * (first + second)
 
 
 @jit
-def _doubled_dots(q, x_low, x_high, plus, minus, NATIVE: tl.constexpr):
+def doubled_dots(q, x_low, x_high, plus, minus, NATIVE: tl.constexpr):
     """Dots of a word's positive and negative codes: low nibbles meet the bytes of x_low, high ones those of x_high."""
     near, far = _interleave(x_low, x_high, False, NATIVE), _interleave(x_low, x_high, True, NATIVE)
     turned = q ^ -0x77777778
@@ -195,8 +195,16 @@ def _doubled_dots(q, x_low, x_high, plus, minus, NATIVE: tl.constexpr):
 def _magnitudes(q, NATIVE: tl.constexpr):
     """Four bytes of the four low codes: doubled E2M1 of codes 0..7, zero for 8..15."""
     if NATIVE:
+        # As a constant the table's half came out of a uniform register, copied anew for every permutation (88 of 613
+        # instructions of a step). The upper half of three times a lane's number, which is 0, hides that it is one.
         out = tl.inline_asm_elementwise(
-            "prmt.b32 $0, 0x03020100, 0x0C080604, $1;", "=r,r", [q], dtype=tl.int32, is_pure=True, pack=1
+            "{.reg .b32 t; mov.u32 t, %laneid; mul.hi.u32 t, t, 3; add.u32 t, t, 0x03020100; "
+            "prmt.b32 $0, t, 0x0C080604, $1;}",
+            "=r,r",
+            [q],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         out = _magnitude(q) | _magnitude(q >> 4) << 8 | _magnitude(q >> 8) << 16 | _magnitude(q >> 12) << 24
@@ -223,18 +231,6 @@ def _interleave(low, high, FAR: tl.constexpr, NATIVE: tl.constexpr):
         out = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
-    return out
-
-
-@jit
-def _add4(a, c, NATIVE: tl.constexpr):
-    """c plus the sum of the four signed bytes of a; all int32."""
-    if NATIVE:
-        out = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, 0x01010101, $2;", "=r,r,r", [a, c], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        out = c + (((a << 24) >> 24) + ((a << 16) >> 24) + ((a << 8) >> 24) + (a >> 24))
     return out
 
 

@@ -1,6 +1,7 @@
 """`part_ref`, the torch twin of `decode_part.part`: one block's products, lane by lane, each operation rounded alike.
 
-N weight rows of Kd values, R activation rows; the formats of `blocks.GEMV_FORMATS`.
+N weight rows of Kd values, R activation rows; the formats of `blocks.GEMV_FORMATS`, raw or planar (`forms`): planes are
+given as the raw blocks that they came from.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from moe_lab._types import Float32, Tensor, UInt8
-from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.gemv.forms import format_of, is_planar, values_of
 from moe_lab_kernels.storage.unpack import Unpacked, unpack_ref
 
 
@@ -21,19 +22,20 @@ class Lanes(NamedTuple):
     block: int
 
 
-_PER_BLOCK = {"q8_0": 4, "q4_0": 1, "mxfp4": 1, "nvfp4": 2}
+_PER_BLOCK = {"q8_0": 4, "q4_0": 1, "mxfp4": 1, "nvfp4": 2, "planar q8_0": 1, "planar q4_0": 1, "planar mxfp4": 1,
+              "planar nvfp4": 2}  # fmt: skip
 
 
 @cache
-def lanes_of(format: str, kd: int) -> Lanes:
-    """The order of additions: it depends on a weight's format and width alone.
+def lanes_of(form: str, kd: int) -> Lanes:
+    """The order of additions: it depends on a weight's form and width alone.
 
-    A lane takes 8 values of q8_0, 32 of q4_0, mxfp4 and nvfp4, 64 of a super-block. 32 lanes walk a row unless 16 leave
-    fewer idle in its last step: 9 super-blocks in steps of 8 would take 16 blocks' time, in steps of 4 12. A row of one
-    super-block has 4 lanes.
+    A lane takes 8 values of q8_0 (of planes 32), 32 of q4_0, mxfp4 and nvfp4, 64 of a super-block. 32 lanes walk a row
+    unless 16 leave fewer idle in its last step: 9 super-blocks in steps of 8 would take 16 blocks' time, in steps of 4
+    12. A row of one super-block has 4 lanes.
     """
-    blocks = kd // BLOCKS[format].values
-    each = _PER_BLOCK.get(format, 4)
+    blocks = kd // values_of(form)
+    each = _PER_BLOCK.get(form, 4)
     if each == 4 and blocks == 1:
         return Lanes(4, 4)
     wide, narrow = 32 // each, 16 // each
@@ -41,13 +43,16 @@ def lanes_of(format: str, kd: int) -> Lanes:
 
 
 def part_ref(
-    raw: UInt8[Tensor, "N row_bytes"], rows: Sequence[Tensor], format: str, lanes: int
+    raw: UInt8[Tensor, "N row_bytes"], rows: Sequence[Tensor], form: str, lanes: int
 ) -> Float32[Tensor, "R N blocks lanes"]:
     """Parts of every block's `lanes` lanes, each operation rounded as in `decode_part.part`. rows: codes int8 [R, Kd],
     scale and, for q4_0, total fp16 [R, Kd / 32]."""
+    format = format_of(form)
     u, codes = unpack_ref(raw, format), rows[0].int()
     x, d8 = codes.view(len(codes), 1, -1, u.codes.shape[-1]), rows[1].float()
     d8 = d8.view(len(codes), 1, x.shape[2], -1)
+    if is_planar(form) and format in ("q2_k", "q3_k", "q6_k"):
+        return _consecutive_ref(u, x, d8)
     if format in ("q2_k", "q3_k"):
         return _super_block_ref(u, x, d8, lanes)
     if format in ("q4_k", "q5_k"):
@@ -83,6 +88,20 @@ def _super_block_ref(u: Unpacked, x: Tensor, d8: Tensor, lanes: int) -> Tensor:
     return (main - lows).flatten(-2)
 
 
+def _consecutive_ref(u: Unpacked, x: Tensor, d8: Tensor) -> Tensor:
+    """q2_k, q3_k, q6_k in planes: lane k has values 64 k .. + 63, sub-block 4 k + 2 i + g under activation scale i."""
+    assert u.scales is not None
+    x, d8 = x.unflatten(-1, (4, 2, 2, 16)), d8.unflatten(-1, (4, 2))
+    idot = (u.codes.int().unflatten(-1, (4, 2, 2, 16)) * x).sum(-1, dtype=torch.int32)
+    main = d8 * (idot * u.scales.int().unflatten(-1, (4, 2, 2))).sum(-1, dtype=torch.int32).float()
+    main = u.d * (main[..., 0] + main[..., 1])
+    if u.mins is None or u.dmin is None:
+        return main
+    low = x.sum(-1, dtype=torch.int32) * u.mins.int().unflatten(-1, (4, 2, 2))
+    low = d8 * low.sum(-1, dtype=torch.int32).float()
+    return main - u.dmin * (low[..., 0] + low[..., 1])
+
+
 def _sub_blocks_ref(u: Unpacked, x: Tensor, d8: Tensor) -> Tensor:
     """q4_k, q5_k: lane g has sub-blocks 2 g and 2 g + 1, of 32 values each."""
     assert u.scales is not None
@@ -107,11 +126,11 @@ def _ordered(v: Tensor) -> Tensor:
 
 
 def matvec_ref(
-    raw: UInt8[Tensor, "N row_bytes"], rows: Sequence[Tensor], format: str, lanes: Lanes | None = None
+    raw: UInt8[Tensor, "N row_bytes"], rows: Sequence[Tensor], form: str, lanes: Lanes | None = None
 ) -> Float32[Tensor, "R N"]:
     """One weight times R rows in the kernels' order: steps in sequence a lane, then lanes, halves against halves."""
-    lanes = lanes or lanes_of(format, rows[0].shape[1])
-    parts = part_ref(raw, rows, format, lanes.block)
+    lanes = lanes or lanes_of(form, rows[0].shape[1])
+    parts = part_ref(raw, rows, form, lanes.block)
     per_step = lanes.row // lanes.block
     missing = -parts.shape[2] % per_step
     steps = torch.nn.functional.pad(parts, (0, 0, 0, missing)).unflatten(2, (-1, per_step)).flatten(-2)

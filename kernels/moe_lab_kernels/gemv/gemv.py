@@ -1,9 +1,10 @@
-"""Grouped GEMV on raw quantised weights: out[p] = W[slot of p] @ x[row_of[p]], x as q8_1 rows.
+"""Grouped GEMV on quantised weights as they lie: out[p] = W[slot of p] @ x[row_of[p]], x as q8_1 rows.
 
 P pairs, S weight slots of [N, Kd], R quantised activation rows. Pairs come in chunks of at most 8 that share a slot; a
 program takes a tile of weight rows and multiplies it with every row of its chunk: a few at a time share the decoded
 codes, the next find the tile in the cache. Reads N * row_bytes a chunk (plus Kd codes a pair, from the cache), writes
-P * N. Formats: `blocks.GEMV_FORMATS`; their arithmetic is in `decode` and `decode_nibbles`.
+P * N. Formats: `blocks.GEMV_FORMATS`, as raw blocks or in planes; their arithmetic is in `decode`, `decode_nibbles` and
+`steps_planar`.
 
 A row's bits depend on its own codes and weights alone: not on how many rows the chunk holds, on P, on the tile or on
 the machine. `gemv.body` says in which order it is added; `gemv_ref` adds likewise and so gives the same bits.
@@ -22,17 +23,19 @@ from moe_lab._types import Int32, Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
-from moe_lab_kernels.gemv.body import lane_sums
+from moe_lab_kernels.checks import expect, expect_rows
+from moe_lab_kernels.gemv.body import lane_sums, stored_as
 from moe_lab_kernels.gemv.decode_ref import Lanes, lanes_of, matvec_ref
+from moe_lab_kernels.gemv.forms import form_of, format_of, is_planar, values_of
 from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows, lane_index, to_plain
+from moe_lab_kernels.gemv.pairs import MAX_CHUNK_ROWS, Pairs, by_chunks, check_out, check_pairs, grid_y
 from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, tile_for
-from moe_lab_kernels.primitives import fold_rows, folded_row, offset64, round_to
+from moe_lab_kernels.primitives import fold_rows, folded_row, offset64
 from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor, is_pointers, operand, slot_base
-from moe_lab_kernels.storage.blocks import BLOCKS, gemv_alignment, gemv_row_bytes
+from moe_lab_kernels.storage.blocks import gemv_alignment, gemv_row_bytes
+from moe_lab_kernels.storage.planar import restore_ref
+from moe_lab_kernels.storage.planar_layout import ALIGNMENT, planes_of
 
-MAX_CHUNK_ROWS = 8
-MAX_GRID_Y = 65_535
 TOTALS_NEEDED = ("q4_0",)
 
 
@@ -52,11 +55,10 @@ def _strip(codes, scale, total, row_of, out_row, w, out, n0, first, n, N, blocks
     each: tl.constexpr = 32 // LANES
     lane = tl.arange(0, 32)[None, None, :]
     n_row = n0 + tl.arange(0, STRIP // each)[None, :, None] * each + lane // LANES
-    w_row = w + offset64(tl.minimum(n_row, N - 1), w_row_stride)
     x, d8 = codes + offset64(row, codes_stride), scale + offset64(row, scale_stride)
-    acc = lane_sums(w_row, x, d8, total + offset64(row, total_stride), known, blocks, R, STRIP // each, FORMAT, LANES,
-                    PER_BLOCK, VALUES, ORDERED, NATIVE)  # fmt: skip
-    sums = round_to(fold_rows(acc, R, STRIP // each, LANES), out.dtype.element_ty)
+    acc = lane_sums(w, w_row_stride, tl.minimum(n_row, N - 1), N, x, d8, total + offset64(row, total_stride), known,
+                    blocks, R, STRIP // each, FORMAT, LANES, PER_BLOCK, VALUES, ORDERED, NATIVE)  # fmt: skip
+    sums = stored_as(fold_rows(acc, R, STRIP // each, LANES), out.dtype.element_ty)
     to = p
     if SCATTER:
         to = tl.load(out_row + p, mask=mine, other=0)
@@ -122,7 +124,7 @@ def _gemv(codes, scale, total, row_of, out_row, chunks, w, w2, out, out2, N, blo
 def gemv(
     rows: Rows,
     row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S N row_bytes"] | PointerTable,
+    w: UInt8[Tensor, "S rows bytes"] | PointerTable,
     chunks: Int32[Tensor, "C 3"],
     format: str,
     out: Tensor,
@@ -131,30 +133,31 @@ def gemv(
     out2: Tensor | None = None,
     out_row: Int32[Tensor, " P"] | None = None,
     max_rows: int = MAX_CHUNK_ROWS,
+    layout: str = "raw",
     tile: Tile | None = None,
 ) -> Tensor:
     """Write out[p] [P, N] for every pair of every chunk, and with `w2`, w2's into `out2` in the same launch (Triton).
 
     rows: (codes int8 [R, Kd], scale and, which q4_0 alone reads, total fp16 [R, Kd / 32]); row_of[p]: the row that pair
-    p uses; w: raw blocks, strided over slots and rows at will, or (then w2 too) a table of their addresses; chunks:
-    (slot, first pair, rows); out: fp32, fp16 or bf16, rounded once. `out_row`: pair p goes to row out_row[p] instead of
-    row p, and out may have any number of rows (values are not checked).
+    p uses; w: raw blocks [S, N, row_bytes], strided over slots and rows at will, or, where `layout` is "planar", planes
+    [S, 1, bytes] (`storage.planar`), slots at multiples of 16 bytes; or (then w2 too) a table of their addresses;
+    chunks: (slot, first pair, rows); out: fp32, fp16 or bf16, rounded once. `out_row`: pair p goes to row out_row[p]
+    instead of row p, and out may have any number of rows (values are not checked).
     `max_rows` (1, 2, 4 or 8): the most rows a chunk is said to hold, so that decode runs a smaller program; larger
     chunks are computed all the same. Returns `out`. LabError when shapes, strides, devices or the format disagree.
     """
-    _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    pairs = Pairs(row_of, chunks, out_row, max_rows)
+    form = _check(rows, pairs, w, format, layout, out, w2, out2)
     (codes, scale, total), strides = activation_rows(rows)
     tensors = {"codes": codes, "scale": scale, "row_of": row_of, "w": operand(w), "chunks": chunks, "out": out}
     on = backend.serve("gemv", **tensors, w2=None if w2 is None else operand(w2), out2=out2, out_row=out_row)
-    n, kd = w.shape[1], width_of(rows)
+    n, kd = out.shape[1], width_of(rows)
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
-        tile = tile_for(format, max_rows) if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
-    lanes, ordered = walk_of("gemv", rows, format, tile.lanes)
+        tile = tile_for(form, max_rows) if on == "cuda" else replace(TILE_INTERPRETER, rows=widest)
+    lanes, ordered = walk_of("gemv", rows, form, tile.lanes)
     height = max(tile.rows, 32 // lanes.row)
-    tiles, two, scatter = -(-n // height), w2 is not None, out_row is not None
-    if tiles > MAX_GRID_Y:
-        raise LabError(f"gemv: N={n} in tiles of {height} rows passes the grid's {MAX_GRID_Y}; take a taller tile.")
+    tiles, two, scatter = grid_y("gemv", n, height), w2 is not None, out_row is not None
     second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
     slot_steps = (*as_tensor(w).stride()[:2], *as_tensor(second).stride()[:2])
     backend.launch(
@@ -162,9 +165,9 @@ def gemv(
         (len(chunks), tiles, 1 + two),
         *(codes, scale, total, row_of, row_of if out_row is None else out_row, chunks, operand(w), operand(second)),
         *(out, to_second),
-        *(n, kd // BLOCKS[format].values, len(w), len(codes), len(row_of)),
+        *(n, kd // values_of(form), len(w), len(codes), len(row_of)),
         *(*strides, *slot_steps, out.stride(0), to_second.stride(0)),
-        *(format, *lanes, BLOCKS[format].values, ordered, two, scatter),
+        *(form, *lanes, values_of(form), ordered, two, scatter),
         *(min(max_rows, tile.shared), height, tile.sums, is_pointers(w), backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
@@ -176,7 +179,7 @@ def gemv(
 def gemv_ref(
     rows: Rows,
     row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S N row_bytes"] | PointerTable,
+    w: UInt8[Tensor, "S rows bytes"] | PointerTable,
     chunks: Int32[Tensor, "C 3"],
     format: str,
     out: Tensor,
@@ -185,42 +188,52 @@ def gemv_ref(
     out2: Tensor | None = None,
     out_row: Int32[Tensor, " P"] | None = None,
     max_rows: int = MAX_CHUNK_ROWS,
+    layout: str = "raw",
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch, bit for bit; of `tile` only the lanes mean something here. Slow: for tests."""
-    _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
-    rows, lanes = to_plain(rows), rows.lanes if isinstance(rows, LaneRows) else tile.lanes if tile else None
-    codes = rows[0]
-    for slot, first, n in chunks.tolist():
-        begin, end = max(first, 0), min(first + n, len(row_of))
-        if not 0 <= slot < len(w) or begin >= end:
-            continue
-        pairs = torch.arange(begin, end, device=out.device)
-        row = row_of[pairs].long()
-        known = (row >= 0) & (row < len(codes))
-        index = torch.where(known, row, 0)
-        x = tuple(t[index] * known[:, None] for t in rows)
-        to = pairs if out_row is None else out_row[pairs].long()
+    pairs = Pairs(row_of, chunks, out_row, max_rows)
+    form = _check(rows, pairs, w, format, layout, out, w2, out2)
+    width, lanes = width_of(rows), rows.lanes if isinstance(rows, LaneRows) else tile.lanes if tile else None
+    for slot, x, to in by_chunks(to_plain(rows), pairs, len(w)):
         for weight, target in ((w, out), (w2, out2)):
             if weight is not None and target is not None:
-                target[to] = matvec_ref(weight[slot], x, format, lanes).to(target.dtype)
+                raw = raw_of(weight[slot], form, target.shape[1], width)
+                target[to] = matvec_ref(raw, x, form, lanes).to(target.dtype)
     return out
 
 
-def _check(rows: Rows, row_of: Tensor, w: Weights, chunks: Tensor, format: str, out: Tensor,
-           w2: Weights | None, out2: Tensor | None, out_row: Tensor | None, max_rows: int) -> None:  # fmt: skip
-    """Everything that shapes, dtypes and strides can tell."""
-    check_operands("gemv", rows, row_of, w, chunks, format, out_row, max_rows)
-    if w2 is not None and is_pointers(w) != is_pointers(w2):
-        raise LabError("gemv: w and w2 are both tensors or both tables of addresses, got one of each.")
-    if (w2 is None) != (out2 is None):
-        raise LabError("gemv: w2 and out2 come together, got only one of them.")
+def raw_of(w: UInt8[Tensor, "rows bytes"], form: str, n: int, kd: int) -> UInt8[Tensor, "N row_bytes"]:
+    """One weight of a form as raw blocks."""
+    return restore_ref(w[0], format_of(form), n, kd) if is_planar(form) else w
+
+
+def _check(rows: Rows, pairs: Pairs, w: Weights, format: str, layout: str, out: Tensor, w2: Weights | None,
+           out2: Tensor | None) -> str:  # fmt: skip
+    """The form, once everything that shapes, dtypes and strides can tell holds."""
+    form = form_of("gemv", format, layout)
+    check_rows("gemv", rows, format)
+    check_pairs("gemv", pairs, w, w2, out2)
+    n = out.shape[-1] if is_planar(form) else w.shape[1]
     for name, weight, to in (("w", w, out), ("w2", w2, out2)):
         if weight is not None and to is not None:
+            check_weight("gemv", name, weight, form, n, width_of(rows))
             expect("gemv", name, as_tensor(weight), [torch.uint8], w.shape)
-            expect("gemv", name.replace("w", "out"), to, FLOATS, [len(row_of) if out_row is None else "P", w.shape[1]])
-            expect_rows("gemv", name, as_tensor(weight), gemv_alignment(format))
-            expect_rows("gemv", name.replace("w", "out"), to)
+            check_out("gemv", name.replace("w", "out"), to, pairs, n)
+    return form
+
+
+def check_weight(op: str, name: str, w: Weights, form: str, n: int, kd: int) -> None:
+    """LabError unless `w` holds [n, kd] weights of a form where its loads find them."""
+    row_bytes = gemv_row_bytes(format_of(form), kd)
+    if is_planar(form):
+        expect(
+            op, name, as_tensor(w), [torch.uint8], ["S", 1, planes_of(format_of(form), n * (kd // values_of(form)))[1]]
+        )
+        expect_rows(op, name, as_tensor(w), ALIGNMENT)
+    else:
+        expect(op, name, as_tensor(w), [torch.uint8], ["S", n, row_bytes])
+        expect_rows(op, name, as_tensor(w), gemv_alignment(form))
 
 
 def activation_rows(rows: Rows) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
@@ -229,41 +242,27 @@ def activation_rows(rows: Rows) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[in
     return (codes, scale, total), (codes.stride(0), scale.stride(0), total.stride(0))
 
 
-def check_operands(op: str, rows: Rows, row_of: Tensor, w: Weights, chunks: Tensor, format: str,
-                   out_row: Tensor | None, max_rows: int, name: str = "w") -> None:  # fmt: skip
-    """What grouped products have in common: activation rows, one weight, the pairs and their chunks."""
-    check_rows(op, rows, format)
-    expect(op, "row_of", row_of, [torch.int32], ["P"])
-    expect(op, "chunks", chunks, [torch.int32], ["C", 3])
-    expect(op, name, as_tensor(w), [torch.uint8], ["S", "N", gemv_row_bytes(format, width_of(rows))])
-    expect_rows(op, name, as_tensor(w), gemv_alignment(format))
-    if max_rows not in (1, 2, 4, MAX_CHUNK_ROWS):
-        raise LabError(f"{op}: max_rows={max_rows}; it must be 1, 2, 4 or {MAX_CHUNK_ROWS}.")
-    if out_row is not None:
-        expect(op, "out_row", out_row, [torch.int32], [len(row_of)])
-        expect_contiguous(op, "out_row", out_row)
-    expect_contiguous(op, "row_of", row_of)
-    expect_contiguous(op, "chunks", chunks)
-
-
 def width_of(rows: Rows) -> int:
     """Kd of activation rows: in lane order the codes are padded."""
     return 32 * rows[1].shape[1] if isinstance(rows, LaneRows) else rows[0].shape[1]
 
 
-def walk_of(op: str, rows: Rows, format: str, lanes: Lanes | None) -> tuple[Lanes, int]:
+def walk_of(op: str, rows: Rows, form: str, lanes: Lanes | None) -> tuple[Lanes, int]:
     """How weight rows are walked, and 1 where the activations lie in that order."""
+    usual = lanes_of(form, width_of(rows))
+    if is_planar(form) and lanes is not None and lanes.block != usual.block:
+        raise LabError(f"{op}: {usual.block} lanes share a block of {form}, got {lanes}.")
     if not isinstance(rows, LaneRows):
-        return lanes or lanes_of(format, width_of(rows)), 0
-    if rows.format != format or (lanes is not None and lanes != rows.lanes):
-        raise LabError(f"{op}: rows in lane order for {rows.format} and {rows.lanes} met {format} and {lanes}.")
+        return lanes or usual, 0
+    if rows.form != form or (lanes is not None and lanes != rows.lanes):
+        raise LabError(f"{op}: rows in lane order for {rows.form} and {rows.lanes} met {form} and {lanes}.")
     return rows.lanes, 1
 
 
 def check_rows(op: str, rows: Rows, format: str) -> None:
     """Activation rows: dtypes, shapes, strides; sums where they are given, and q4_0 needs them."""
     codes, scale, kd = rows[0], rows[1], width_of(rows)
-    padded = len(lane_index(format, kd, rows.lanes)) if isinstance(rows, LaneRows) else "Kd"
+    padded = len(lane_index(rows.form, kd, rows.lanes)) if isinstance(rows, LaneRows) else "Kd"
     expect(op, "codes", codes, [torch.int8], ["R", padded])
     gemv_row_bytes(format, kd)
     expect(op, "scale", scale, [torch.float16], [len(codes), kd // 32])

@@ -14,6 +14,7 @@ for a parameter: hence bases and offsets.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.primitives import four_words
 
 UNSIGNED = tl.constexpr(
     "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -89,20 +90,15 @@ def word(base, offset):
 @jit
 def quad(w, at, lane, NATIVE: tl.constexpr):
     """`mma`'s four words of a lane, 16 of the 512 bytes at `at` of a tile's step: of row g, of row g + 8, then of both
-    again. One load: triton sees no four neighbours on the axis of lanes."""
-    if NATIVE:
-        out = tl.inline_asm_elementwise(
-            "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];",
-            "=r,=r,=r,=r,l",
-            [(w + (at + 16 * lane)).to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        words = (w + (at + 16 * lane)).to(tl.pointer_type(tl.int32), bitcast=True)
-        out = (tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
-    return out
+    again."""
+    return four_words(w + (at + 16 * lane), NATIVE)
+
+
+@jit
+def touch(at):
+    """Bring the cache lines at these addresses into the L2 cache."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
 
 
 @jit

@@ -18,7 +18,8 @@ from moe_lab._types import Int32, Tensor, UInt8
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
+from moe_lab_kernels.checks import expect, expect_rows
+from moe_lab_kernels.gemv.pairs import MAX_CHUNK_ROWS, Pairs, by_chunks, check_out, check_pairs, grid_y
 from moe_lab_kernels.gemv.sum_rows import SumRows, check_sum_rows
 from moe_lab_kernels.gemv.tiled_body import tile_chunk
 from moe_lab_kernels.gemv.tiled_ref import matvec_ref, parts_of
@@ -27,8 +28,6 @@ from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.row_tiles import ROWS, from_tiles, refusal, step_blocks, steps_of, tile_bytes
 
-MAX_CHUNK_ROWS = 8
-MAX_GRID_Y = 65_535
 POINTERS = ["codes", "scale", "sums", "total", "row_of", "out_row", "chunks", "w", "w2", "out", "out2"]
 SIZES = ["N", "steps", "subs", "n_slots", "n_x", "n_pairs"]
 STRIDES = [f"{name}_stride" for name in ("codes", "scale", "w_slot", "w2_slot", "out", "out2")]
@@ -75,13 +74,12 @@ def gemv_tiled(
     rows: as `sum_rows` makes them; w: tiles of [N, Kd] weights (`to_tiles`), or (then w2 too) a table of their
     addresses; the others as in `gemv`. Returns `out`. LabError when shapes, strides, devices or the format disagree.
     """
-    n, kd = _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
+    pairs = Pairs(row_of, chunks, out_row, max_rows)
+    n, kd = _check(rows, pairs, w, format, out, w2, out2)
     named = {"codes": rows.codes, "row_of": row_of, "w": operand(w), "chunks": chunks, "out": out, "out_row": out_row}
     on = backend.serve("gemv_tiled", **named, w2=None if w2 is None else operand(w2), out2=out2)
     cut = cut or cut_for(on, format, max_rows, parts_of(format, kd), n)
-    tiles, two = -(-n // (ROWS * cut.tiles)), w2 is not None
-    if tiles > MAX_GRID_Y:
-        raise LabError(f"gemv_tiled: N={n} makes {tiles} programs a chunk, past the grid's {MAX_GRID_Y}.")
+    tiles, two = grid_y("gemv_tiled", n, ROWS * cut.tiles), w2 is not None
     second, to_second = (w, out) if w2 is None or out2 is None else (w2, out2)
     backend.launch(
         _gemv_tiled,
@@ -113,16 +111,9 @@ def gemv_tiled_ref(
     cut: TileCut | None = None,
 ) -> Tensor:
     """The same in torch, bit for bit; `cut` means nothing here. Slow: for tests."""
-    _, kd = _check(rows, row_of, w, chunks, format, out, w2, out2, out_row, max_rows)
-    for slot, first, n in chunks.tolist():
-        begin, end = max(first, 0), min(first + n, len(row_of))
-        if not 0 <= slot < len(w) or begin >= end:
-            continue
-        pairs = torch.arange(begin, end, device=out.device)
-        row = row_of[pairs].long()
-        known = (row >= 0) & (row < len(rows.codes))
-        x = tuple(t[torch.where(known, row, 0)] * known[:, None] for t in rows[:3])
-        to = pairs if out_row is None else out_row[pairs].long()
+    pairs = Pairs(row_of, chunks, out_row, max_rows)
+    _, kd = _check(rows, pairs, w, format, out, w2, out2)
+    for slot, x, to in by_chunks(rows[:3], pairs, len(w)):
         for weight, target in ((w, out), (w2, out2)):
             if weight is not None and target is not None:
                 raw = from_tiles(weight[slot][None], format, kd)[0]
@@ -148,28 +139,15 @@ def check_tiles(op: str, name: str, w: Weights, format: str, n: int, kd: int) ->
         expect_rows(op, name, tensor, ROWS)
 
 
-def _check(rows: SumRows, row_of: Tensor, w: Weights, chunks: Tensor, format: str, out: Tensor, w2: Weights | None,
-           out2: Tensor | None, out_row: Tensor | None, max_rows: int) -> tuple[int, int]:  # fmt: skip
+def _check(rows: SumRows, pairs: Pairs, w: Weights, format: str, out: Tensor, w2: Weights | None,
+           out2: Tensor | None) -> tuple[int, int]:  # fmt: skip
     """N and Kd, once everything that shapes, dtypes and strides can tell holds."""
     op = "gemv_tiled"
     check_sum_rows(op, rows)
-    expect(op, "row_of", row_of, [torch.int32], ["P"])
-    expect(op, "chunks", chunks, [torch.int32], ["C", 3])
-    if (w2 is None) != (out2 is None):
-        raise LabError(f"{op}: w2 and out2 come together, got only one of them.")
-    if w2 is not None and is_pointers(w) != is_pointers(w2):
-        raise LabError(f"{op}: w and w2 are both tensors or both tables of addresses, got one of each.")
-    if max_rows not in (1, 2, 4, MAX_CHUNK_ROWS):
-        raise LabError(f"{op}: max_rows={max_rows}; it must be 1, 2, 4 or {MAX_CHUNK_ROWS}.")
+    check_pairs(op, pairs, w, w2, out2)
     n, kd = ROWS * w.shape[1], 32 * rows.scale.shape[1]
     for name, weight, to in (("w", w, out), ("w2", w2, out2)):
         if weight is not None and to is not None:
             check_tiles(op, name, weight, format, n, kd)
-            expect(op, name.replace("w", "out"), to, FLOATS, [len(row_of) if out_row is None else "P", n])
-            expect_rows(op, name.replace("w", "out"), to)
-    for name, t in (("row_of", row_of), ("chunks", chunks), ("out_row", out_row)):
-        if t is not None:
-            expect_contiguous(op, name, t)
-    if out_row is not None:
-        expect(op, "out_row", out_row, [torch.int32], [len(row_of)])
+            check_out(op, name.replace("w", "out"), to, pairs, n)
     return n, kd

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from moe_lab.errors import LabError
 from moe_lab_kernels.gemv.decode_ref import Lanes
+from moe_lab_kernels.gemv.forms import is_planar
 
 # Rows of a chunk that may share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's
 # own work (1.7 instructions a weight) passes that of a row alone (1.6).
@@ -54,31 +55,49 @@ TILE_ONE = Tile(8, registers=128)
 # Of s8 c4 the code alone is 53 KB (three sizes of program) and a third of the stalls were waits for instructions; 96
 # registers let 20 warps onto a multiprocessor instead of 16. More rows a program (16, 32) lost.
 TILE_MANY = Tile(8, sums=4, registers=96, shared=2)
-# At 96 these spill.
-TILE_MANY_Q3, TILE_MANY_Q5 = (Tile(8, sums=4, registers=cap, shared=2) for cap in (112, 128))
+# At 96 these spill, q5_k at 128 too.
+TILES_MANY = {f: Tile(8, sums=4, registers=cap, shared=2) for f, cap in (("q3_k", 112), ("q4_k", 112), ("q5_k", 136))}
 # q8_0, whose code is short: 70.6 / 38.7 against 74.9 / 42.1 in the tile above.
 TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
+# Planes, whole layers in one grid at T = 8, us: q2_k+q3_k | q4_k+q6_k | q8_0 | mxfp4 of qwen3, then mixtral, deepseek
+#   s4 r96 c2 (raw blocks')     45.6 | 54.8 | 72.9 | 63.8, 253 | 339 | 460 | 385, 260 | 416 | 600 | 437
+#   s8 r128 c2                  43.6 | 53.7 | 71.7 | 58.3, 204 | 264 | 429 | 327, 261 | 373 | 591 | 361
+#   s8 r144 c4                  52.5 | 61.1 | 77.7 | -, 259 | 271 | 391 | -
+#   s4 r128 c2                  50.6 | 56.4 | 77.7 | -, 259 | 302 | 473 | -
+TILE_MANY_PLANAR = Tile(8, sums=8, registers=128, shared=2)
+# In that one q4_k, q5_k and q4_0 spill 8 to 16 bytes, whatever the cap, and q3_k beside q3_k at 128 alone.
+TILES_PLANAR = {
+    "planar q3_k": Tile(8, sums=8, registers=120, shared=2),
+    "planar q4_k": Tile(4, sums=8, registers=136, shared=2),
+    **{f"planar {f}": Tile(4, sums=8, registers=128, shared=2) for f in ("q5_k", "q4_0")},
+}
+# Down's programs in the one grid, whose cap is the larger of two: q4_k beside q4_k spills below 136.
+DOWN_CAPS = {"q4_k": 136}
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
 
 
-def tile_for(format: str, max_rows: int) -> Tile:
+def tile_for(form: str, max_rows: int) -> Tile:
     """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows."""
     if max_rows == 1:
         return TILE_ONE
-    return {"q8_0": TILE_MANY_BYTES, "q3_k": TILE_MANY_Q3, "q5_k": TILE_MANY_Q5}.get(format, TILE_MANY)
+    if is_planar(form):
+        return TILES_PLANAR.get(form, TILE_MANY_PLANAR)
+    return TILE_MANY_BYTES if form == "q8_0" else TILES_MANY.get(form, TILE_MANY)
 
 
 # Places of an H200 for programs of TILE_ONE: 132 multiprocessors, 16 warps of 128 registers.
 PLACES = 2_112
 
 
-def down_tile_for(format: str, max_rows: int, chunks: int, n: int) -> Tile:
+def down_tile_for(form: str, max_rows: int, chunks: int, n: int) -> Tile:
     """As `tile_for`, for programs that start when others end: where 8 rows each would fill less than half of the places
     (mixtral, T = 1: 1,024 programs), 4 rows (27.8 to 25.3 us as a launch of its own)."""
-    tile = tile_for(format, max_rows)
+    tile = tile_for(form, max_rows)
     if max_rows == 1 and chunks * -(-n // tile.rows) <= PLACES // 2:
         return replace(tile, rows=tile.rows // 2)
+    if max_rows > 1 and form in DOWN_CAPS:
+        return replace(tile, registers=DOWN_CAPS[form])
     return tile
 
 

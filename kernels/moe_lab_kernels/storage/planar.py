@@ -1,8 +1,8 @@
 """Raw blocks to planes and back: a permutation of every block's bits (`planar_layout` says which).
 
-Reads and writes every byte of a weight once. One kernel for all formats and both ways: an output byte gathers its
-fields from wherever the table says they come from, and the table is read off `split` itself, run on blocks of one bit.
-Meant for use once, after a load or a fetch: it keeps up with any link that brings weights in, not with a copy.
+Reads and writes every byte of a weight once. To planes, which is on the way of every expert that is fetched, by pieces
+(`planar_pack`). Back, which is seldom, one kernel gathers each output byte's fields from wherever a table says they
+come from; the table is read off `split` itself, run on blocks of one bit.
 
 One buffer is one weight [N, Kd], whatever leading axes there are: an arena's slot holds it, as its raw form.
 """
@@ -17,6 +17,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect, expect_contiguous
+from moe_lab_kernels.storage import planar_pack
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.planar_layout import blocks_of, join, pieces_of, planes_of, split
 from moe_lab_kernels.storage.unpack import check_rows
@@ -33,12 +34,11 @@ class Side(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Both sides, and for each way the source field (counted in fields of `width` bits) of each output field."""
+    """Both sides, and the field of planes (counted in fields of `width` bits) that each field of a raw block is."""
 
     raw: Side
     planar: Side
     width: int
-    to_planar: Tensor
     to_raw: Tensor
 
 
@@ -74,8 +74,17 @@ def repack(
     """
     out, lead, blocks = _planar_output("repack", raw, format, out)
     on = backend.serve("repack", raw=raw, out=out)
-    t = tables(format, blocks, raw.device)
-    _launch(on, raw, out, t.raw, t.planar, t.to_planar, t.width, lead, blocks, format)
+    if lead > MAX_GRID_Y:
+        raise LabError(f"repack: {lead} weights at once pass the grid's {MAX_GRID_Y}; take fewer.")
+    each = planar_pack.blocks_a_program(format, blocks, on != "cuda")
+    backend.launch(
+        planar_pack.pack,
+        (-(-blocks // each), lead),
+        *(raw, out, blocks, blocks * BLOCKS[format].bytes, out.shape[-1], *planar_pack.starts_for(format, blocks)),
+        *(BLOCKS[format].bytes, each, *(n for piece in planar_pack.pieces_for(format) for n in piece)),
+        device=raw.device,
+        num_warps=4,
+    )
     return out
 
 
@@ -128,20 +137,16 @@ def tables(format: str, blocks: int, device: torch.device) -> Tables:
     moved = torch.cat(split(alone, format), -1)
     byte = moved.argmax(-1)
     goes_to = 8 * byte + moved.gather(-1, byte[:, None]).squeeze(-1).float().log2().long()
-    comes_from = torch.empty_like(goes_to)
-    comes_from[goes_to] = bits
-    width = next(w for w in (8, 4, 2, 1) if _stay_whole(comes_from, w))
+    width = next(w for w in (8, 4, 2, 1) if _stay_whole(goes_to, w))
     raw = Side(at.to(device), torch.full((size,), size, dtype=torch.int32, device=device))
     planar = Side(start.to(device), stride.to(device, torch.int32))
-    to_planar, to_raw = (
-        v[::width].div(width, rounding_mode="floor").to(device, torch.int32) for v in (comes_from, goes_to)
-    )
-    return Tables(raw, planar, width, to_planar, to_raw)
+    to_raw = goes_to[::width].div(width, rounding_mode="floor").to(device, torch.int32)
+    return Tables(raw, planar, width, to_raw)
 
 
-def _stay_whole(comes_from: Tensor, width: int) -> bool:
+def _stay_whole(goes_to: Tensor, width: int) -> bool:
     """Whether aligned fields of `width` bits move as one."""
-    parts = comes_from.view(-1, width)
+    parts = goes_to.view(-1, width)
     return bool(((parts[:, :1] % width == 0) & (parts == parts[:, :1] + torch.arange(width))).all())
 
 
@@ -152,7 +157,7 @@ def _launch(on: str, source: Tensor, target: Tensor, origin: Side, goal: Side, t
     if on != "cuda":
         tile = min(TILE_INTERPRETER, backend.next_power_of_2(total))
     if lead > MAX_GRID_Y:
-        raise LabError(f"repack: {lead} weights at once pass the grid's {MAX_GRID_Y}; take fewer.")
+        raise LabError(f"restore: {lead} weights at once pass the grid's {MAX_GRID_Y}; take fewer.")
     backend.launch(
         _permute,
         (-(-total // tile), lead),
@@ -194,10 +199,11 @@ def _given_or_new(op: str, out: Tensor | None, shape: tuple[int, ...], device: t
     return out
 
 
-def check_planar(op: str, planar: Tensor, format: str, n: int, kd: int) -> tuple[int, int]:
-    """Blocks a weight, and how many weights; errors as `restore` says."""
+def check_planar(op: str, planar: Tensor, format: str, n: int, kd: int, gaps: bool = False) -> tuple[int, int]:
+    """Blocks a weight, and how many weights; errors as `restore` says. `gaps`: buffers may lie apart."""
     blocks = blocks_of(op, format, n, kd)
     size = planes_of(format, blocks)[1]
     expect(op, "planar", planar, [torch.uint8], [*planar.shape[:-1], size] if planar.ndim else [size])
-    expect_contiguous(op, "planar", planar)
+    if not gaps:
+        expect_contiguous(op, "planar", planar)
     return blocks, planar.shape[:-1].numel()

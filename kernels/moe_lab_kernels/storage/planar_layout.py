@@ -94,6 +94,15 @@ def planes_of(format: str, blocks: int) -> tuple[dict[str, Plane], int]:
     return planes, at
 
 
+def rows_in(op: str, format: str, size: int, kd: int) -> int:
+    """N of the weight [N, kd] whose buffer takes `size` bytes. LabError where there is none."""
+    a_row = blocks_of(op, format, 1, kd)
+    n = size // max(1, a_row * sum(plane_bytes(format).values()))  # padding takes less than a row
+    if planes_of(format, n * a_row)[1] != size:
+        raise LabError(f"{op}: no weight of {format} rows of {kd} values has planes of {size} bytes.")
+    return n
+
+
 def split(b: UInt8[Tensor, "*blocks block_bytes"], format: str) -> list[Tensor]:
     """Raw blocks to the bytes of each plane, [*blocks, plane bytes], in order; planes with no bytes too."""
     parts: dict[str, Tensor] = {name: b[..., :0] for name in PLANES}

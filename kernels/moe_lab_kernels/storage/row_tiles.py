@@ -22,6 +22,7 @@ import torch
 
 from moe_lab._types import Tensor, UInt8
 from moe_lab.errors import LabError
+from moe_lab_kernels.checks import expect
 from moe_lab_kernels.storage.blocks import BLOCKS, gemv_row_bytes
 
 TILE_FORMATS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0")
@@ -120,9 +121,11 @@ def _blocks_read(format: str, blocks: int) -> Tensor:
     return (start[:, None] + torch.arange(each)).flatten()
 
 
-def to_tiles(raw: UInt8[Tensor, "S N row_bytes"], format: str, kd: int) -> UInt8[Tensor, "S tiles tile_bytes"]:
-    """The same weights in tiles, made slot after slot: beside both, no more than one slot is held. LabError where there
-    are none."""
+def to_tiles(
+    raw: UInt8[Tensor, "S N row_bytes"], format: str, kd: int, *, out: Tensor | None = None
+) -> UInt8[Tensor, "S tiles tile_bytes"]:
+    """The same weights in tiles, written to `out` where one is given, slot after slot: beside both, no more than one
+    slot is held. LabError where there are none, or for an `out` of another size."""
     n = raw.shape[1]
     why = refusal(format, n, kd)
     if why is not None:
@@ -133,7 +136,9 @@ def to_tiles(raw: UInt8[Tensor, "S N row_bytes"], format: str, kd: int) -> UInt8
     size, each = BLOCKS[format].bytes, step_blocks(format)
     blocks, steps = kd // BLOCKS[format].values, steps_of(format, kd)
     read, sources = _blocks_read(format, blocks).to(raw.device), _sources(format).to(raw.device)
-    out = torch.empty(len(raw), n // ROWS, tile_bytes(format, kd), dtype=torch.uint8, device=raw.device)
+    shape = (len(raw), n // ROWS, tile_bytes(format, kd))
+    out = torch.empty(shape, dtype=torch.uint8, device=raw.device) if out is None else out
+    expect("to_tiles", "out", out, [torch.uint8], shape)
     for slot, rows in enumerate(raw):
         parts = rows.unflatten(-1, (blocks, size))
         parts = parts[:, read] if steps * each != blocks else parts
