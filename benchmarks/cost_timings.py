@@ -3,9 +3,10 @@
     PYTHONPATH=.:kernels python benchmarks/cost_timings.py --out DIR [--formats bf16,int4_g64] [--rows 1,16]
 
 One weight [N, Kd] at a time, rotating over as many as the L2 does not hold; rows 1 .. 64 through the decode kernel
-(chunks of 8 rows) and the grouped GEMM, each compared with float64 first. `best` takes the quicker of the two at each
-M, as a caller would; `c` is over M times the best of one row. `bytes_share`: bytes over the read bandwidth measured in
-the same run, as a share of the time: near 1 the product is bound by its weights.
+(chunks of 8 rows), the tensor cores' form for 4-bit integers (16) and the grouped GEMM, each compared with float64
+first. `best` takes the quickest at each M, as a caller would; `c` is over M times the best of one row. `bytes_share`:
+bytes over the read bandwidth measured in the same run, as a share of the time: near 1 the product is bound by its
+weights. Affine scales and biases are bf16, as files have them.
 """
 
 import argparse
@@ -22,9 +23,11 @@ from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv_float import gemv_float as gf
 from moe_lab_kernels.gemv_float import operands as fo
+from moe_lab_kernels.gemv_float import tensor, tensor_ref
 from moe_lab_kernels.grouped import grouped_gemm as gg
 from moe_lab_kernels.grouped import operands as go
 from moe_lab_kernels.grouped import tiles as gt
+from moe_lab_kernels.storage.scaled_layouts import LAYOUTS
 
 SHAPES = ((14336, 4096), (4096, 14336))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -45,12 +48,29 @@ def decode(x: torch.Tensor, w: go.Weight, tiles: torch.Tensor, out: torch.Tensor
     return gf.gemv_float(fo.Rows(x), fo.Pairs(EVERY[len(x)], tiles, min(8, len(x))), w, out)
 
 
+def resident(x: torch.Tensor, w: go.Weight, tiles: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The product of a resident matrix on the tensor cores, as `lab.matmul` takes it for 4-bit integers."""
+    return tensor.gemv_tensor(x, fo.Pairs(EVERY[len(x)], tiles, 8 if len(x) <= 8 else 16), w, out)
+
+
 def grouped(x: torch.Tensor, w: go.Weight, tiles: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The grouped arm's."""
     return gg.grouped_product(x, None, w, gt.WorkList(tiles, gt.tokens_for(len(x), 1)), out)
 
 
-ARMS = {"gemv": (decode, lambda rows: 8), "grouped": (grouped, lambda rows: gt.tokens_for(rows, 1))}
+ARMS = {
+    "gemv": (decode, lambda rows: 8),
+    "tensor": (resident, lambda rows: 16),
+    "grouped": (grouped, lambda rows: gt.tokens_for(rows, 1)),
+}
+
+
+def weights(format: str, slots: int, n: int, kd: int) -> go.Weight:
+    """Random rows, scales and biases of affine formats in bf16."""
+    w = one_weight(format, slots, n, kd, torch.Generator(DEVICE).manual_seed(1))
+    if w.scales is None or LAYOUTS[format].second != "bias":
+        return w
+    return w._replace(scales=w.scales.bfloat16(), second=w.second.bfloat16())  # type: ignore[union-attr]
 
 
 def right(op: Any, x: torch.Tensor, w: go.Weight, tiles: torch.Tensor, out: torch.Tensor) -> str:
@@ -65,13 +85,15 @@ def rows_of(format: str, n: int, kd: int, counts: list[int], budget_ms: float, r
     """All M of one product; `c` over the best arm's one row, where that was timed."""
     bytes_a_weight = {"bf16": 2.0, "int4_g64": 0.5 + 4 / 64, "int4_g128": 0.5 + 4 / 128}.get(format, 1.0)
     slots = max(2, -(-int(1.5 * L2_BYTES) // int(bytes_a_weight * n * kd)))
-    w = one_weight(format, slots, n, kd, torch.Generator(DEVICE).manual_seed(1))
+    w = weights(format, slots, n, kd)
     made: list[dict[str, Any]] = []
     for rows in counts:
         x = torch.randn(rows, kd, device=DEVICE).bfloat16()
         EVERY[rows] = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
         for arm, (op, most) in ARMS.items():
+            if arm == "tensor" and tensor_ref.refusal(format, kd) is not None:
+                continue
             tiles = [tiles_of(s, rows, most(rows)) for s in range(slots)]
             ok = right(op, x, w, tiles[0], out)
             row: dict[str, Any] = {"format": format, "N": n, "Kd": kd, "rows": rows, "arm": arm, "ok": ok}

@@ -7,14 +7,16 @@ expert biases, the routing weight on the input or on the hidden rows, clamps aft
 On the CPU, products of rows as they come are in float64, rounded once to fp32 (so the rows beside one do not matter).
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from moe_lab._types import Float, Float32, Tensor
 from moe_lab.arms.base import ArmContext, ExpertStack, Group, lacks_kernel
+from moe_lab.arms.by_layout import kernels_for
+from moe_lab.arms.formula import gate_of, hidden_rows, weighed_rows
+from moe_lab.arms.formula import lacks_formula as lacks_hidden_rows
 from moe_lab.arms.fused import FusedStack
 from moe_lab.arms.grouped import weight_of
 from moe_lab.arms.integer import RAW_SUM_OFFSET, integer_matmul
@@ -23,12 +25,13 @@ from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor, quantize_activations, quantize_q8_1
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.backend import backend_of
-from moe_lab_kernels.gemv import chunk_bias, gemv, lane_rows
+from moe_lab_kernels.gemv import chunk_bias
 from moe_lab_kernels.gemv_float import gemv_float as gf
 from moe_lab_kernels.gemv_float import operands as fo
+from moe_lab_kernels.gemv_float import tensor, tensor_ref
 from moe_lab_kernels.gemv_float.steps import WALKS
 from moe_lab_kernels.grouped.operands import Weight, alike
-from moe_lab_kernels.rows import activation, quantize_fp8
+from moe_lab_kernels.rows import quantize_fp8
 from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 KINDS = ("q8_1", "bf16", "fp8")
@@ -62,10 +65,9 @@ def has_float_products(formats: Sequence[str]) -> bool:
 
 def lacks_formula(spec: MoESpec) -> str | None:
     """None when the decode arms compute the spec's experts, else what they lack."""
-    if not spec.gated:
-        return "experts without a gate"
-    if spec.activation not in ("silu", "gelu_tanh"):
-        return f"activation {spec.activation!r}"
+    lacks = lacks_hidden_rows(spec)
+    if lacks is not None:
+        return lacks
     odd = [f"{name}={n}" for name, n in (("D", spec.d_routed), ("F", spec.d_expert)) if n % MULTIPLE]
     return f"rows of {' and '.join(odd)} values, only of multiples of {MULTIPLE}" if odd else None
 
@@ -75,26 +77,6 @@ def is_plain(stack: ExpertStack, ctx: ArmContext) -> bool:
     kinds = {kind_of(q.format, ctx.activation) for q in stack.parts.values()}
     spec = ctx.spec
     return kinds == {"q8_1"} and not spec.expert_bias and spec.weight_place == "output" and lacks_kernel(spec) is None
-
-
-def hidden_rows(gate: Tensor, up: Tensor, weight: Tensor | None, ctx: ArmContext) -> Tensor:
-    """h [P, F] of the stored dtype from gate and up, which have it already; `weight` [P] is multiplied in before the
-    rounding."""
-    spec, in_torch = ctx.spec, ctx.backend == "torch"
-    how = {"limit": _limit(spec), "limit_mode": spec.limit_mode}
-    if spec.activation == "silu":
-        op: Callable[..., Tensor] = activation.swiglu_ref if in_torch else activation.swiglu
-        how["alpha"] = spec.alpha
-    else:
-        op = activation.geglu_ref if in_torch else activation.geglu
-    if weight is None:
-        return op(gate, up, **how)
-    return ctx.store(op(gate.float(), up.float(), **how) * weight[:, None])
-
-
-def _limit(spec: MoESpec) -> float | None:
-    """gpt-oss's formula without a clamp is one whose clamp changes nothing: its kernels want a number."""
-    return math.inf if spec.limit is None and spec.limit_mode == "oai" else spec.limit
 
 
 def kernel_mlp(
@@ -119,17 +101,16 @@ def kernel_mlp(
     most = 1 << max(0, most_rows - 1).bit_length()
     own = numbers(count, device)
     into, to = fo.Pairs(token.to(torch.int32), table, most), fo.Pairs(own, table, most, out_row.to(torch.int32))
-    if spec.weight_place == "input":
-        assert weight is not None
-        x, into = x[token.long().clamp(0, len(x) - 1)].float() * weight[:, None], into._replace(row_of=own)
-    inside = weight if spec.weight_place == "hidden" else None
+    own_rows = weighed_rows(x, token, weight, spec)
+    if own_rows is not None:
+        x, into = own_rows, into._replace(row_of=own)
     gate, up = stack.gate, stack.up
     kinds = [kind_of(q.format, ctx.activation) for q in (gate, up)]
     biases = [_bias(stack, part, bias_of) for part in ("gate", "up", "down")]
     g, u, d = (slots_of(stack, part) for part in ("gate", "up", "down"))
     if "q8_1" not in kinds and alike(g, u) is None:
         hidden = ctx.empty("hidden", (count, gate.shape[1]), ctx.store_dtype, device)
-        how = fo.Gate(spec.activation == "gelu_tanh", _limit(spec), spec.limit_mode, spec.alpha, inside)
+        how = gate_of(spec, weight)
         rows = _float_rows(x, kinds[0])
         gate_bias, up_bias, _ = biases
         gf.gemv_float_gated(rows, into, g, u, hidden, how=how, gate_bias=gate_bias, up_bias=up_bias, early="launch")
@@ -137,7 +118,7 @@ def kernel_mlp(
         own_gate, own_up = (ctx.empty(n, (count, gate.shape[1]), ctx.store_dtype, device) for n in ("gate", "up"))
         _project(x, into, g, kinds[0], biases[0], own_gate, "launch")
         _project(x, into, u, kinds[1], biases[1], own_up, "launch")
-        hidden = hidden_rows(own_gate, own_up, inside, ctx)
+        hidden = hidden_rows(own_gate, own_up, weight, ctx)
     # what down reads before it waits, weights and tables, is older than the launch that makes its rows
     _project(hidden, to, d, kind_of(d.format, ctx.activation), biases[2], out, "weights")
     return out
@@ -153,7 +134,6 @@ def torch_mlp(
 ) -> Tensor:
     """The same in torch: down rows [P, D] of the stored dtype, pairs in order; `groups` follow each other from 0 on."""
     spec = ctx.spec
-    scale = None if weight is None or spec.weight_place == "output" else weight.float()
     made: dict[str, Tensor] = {}
 
     def project(part: str, rows: Tensor, of: Tensor) -> Tensor:
@@ -175,32 +155,38 @@ def torch_mlp(
         return ctx.store(torch.cat(done))
 
     every = torch.arange(len(token), device=x.device)
-    rows, of = x, token.long()
-    if scale is not None and spec.weight_place == "input":
-        rows, of = x[of].float() * scale[:, None], every
+    own_rows = weighed_rows(x, token, weight, spec)
+    rows, of = (x, token.long()) if own_rows is None else (own_rows, every)
     for part in ("gate", "up"):
         made[part] = project(part, rows, of)
-    hidden = hidden_rows(made["gate"], made["up"], scale if spec.weight_place == "hidden" else None, ctx)
+    hidden = hidden_rows(made["gate"], made["up"], weight, ctx)
     return project("down", hidden, every)
 
 
 def float_matmul(
-    x: Float[Tensor, "T Kd"], q: QuantTensor, activation: str = "bf16", *, chunk_rows: int = 8
+    x: Float[Tensor, "T Kd"], q: QuantTensor, activation: str = "bf16", *, chunk_rows: int | None = None
 ) -> Float32[Tensor, "T N"]:
     """x q^T in fp32 with rows as they come ("bf16", whatever their dtype) or as e4m3 ("fp8", for fp8_block): the
     kernel where one serves x (rows in chunks of at most `chunk_rows`, the bits do not depend on it), float64 rounded
-    once in torch. LabError for a format or width that it does not take."""
+    once in torch. A resident matrix of 4-bit integers meets bf16 rows on the tensor cores, 16 at a time, in sums of
+    another order than a layer's experts, which meet a row or two each, take. LabError for a format or width that it
+    does not take."""
     kind = kind_of(q.format, activation)
     if kind == "q8_1":
         raise LabError("float_matmul takes activation 'bf16' or 'fp8'.")
     if backend_of(x) == "torch":
         return (_float_values(x, kind) @ q.dequantize().double().T).float()
+    w = weight_of(q.stacked())
+    on_tensor_cores = x.dtype == torch.bfloat16 and len(x) > 0 and tensor_ref.refusal(w.format, w.kd) is None
+    chunk_rows = chunk_rows or (16 if on_tensor_cores else 8)
     first = torch.arange(0, len(x), chunk_rows, dtype=torch.int32, device=x.device)
     table = torch.stack([torch.zeros_like(first), first, (len(x) - first).clamp(max=chunk_rows)], 1).contiguous()
     out = torch.empty(len(x), q.shape[-2], dtype=torch.float32, device=x.device)
     most = 1 << max(0, min(chunk_rows, len(x)) - 1).bit_length()
     pairs = fo.Pairs(torch.arange(len(x), dtype=torch.int32, device=x.device), table, most)
-    return gf.gemv_float(_float_rows(x, kind), pairs, weight_of(q.stacked()), out)
+    if on_tensor_cores:
+        return tensor.gemv_tensor(x, pairs, w, out)
+    return gf.gemv_float(_float_rows(x, kind), pairs, w, out)
 
 
 def slots_of(stack: ExpertStack, part: str) -> Weight:
@@ -214,13 +200,13 @@ def _project(x: Tensor, pairs: fo.Pairs, w: Weight, kind: str, bias: fo.Bias | N
     if kind != "q8_1":
         gf.gemv_float(_float_rows(x, kind), pairs, w, out, bias=bias, early=early)
         return
-    rows = lane_rows.quantize_lanes(x, w.format)
-    call = (rows, pairs.row_of, w.data, pairs.chunks, w.format)
+    use = kernels_for(w.layout)
+    call = (use.quantize(x, w.format), pairs.row_of, w.data, pairs.chunks, w.format)
     if bias is None:
-        gemv.gemv(*call, out, out_row=pairs.to, max_rows=pairs.max_rows)
+        use.product(*call, out, out_row=pairs.to, max_rows=pairs.max_rows)
         return
-    sums = torch.empty(len(pairs.row_of), w.data.shape[1], dtype=torch.float32, device=x.device)
-    gemv.gemv(*call, sums, max_rows=pairs.max_rows)
+    sums = torch.empty(len(pairs.row_of), w.rows, dtype=torch.float32, device=x.device)
+    use.product(*call, sums, max_rows=pairs.max_rows)
     chunk_bias.chunk_bias(sums, pairs.chunks, bias.values, out, row_of=bias.row_of, to=pairs.to, n_slots=len(w.data))
 
 

@@ -9,7 +9,7 @@ from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv_float import gemv_float as gf
-from moe_lab_kernels.gemv_float import tiles
+from moe_lab_kernels.gemv_float import tensor, tiles
 from moe_lab_kernels.gemv_float.operands import Bias, Pairs, Rows
 from moe_lab_kernels.gemv_float.tiles import FloatTile
 from moe_lab_kernels.slots.pointer_table import PointerTable
@@ -74,6 +74,36 @@ def test_no_tile_and_no_early_start_changes_a_bit(format: str, tile: FloatTile) 
     want = fc.product(gf.gemv_float_ref, rows, pairs, w, F16, bias=bias).view
     for early in ("", "launch", "weights"):
         assert same_bits(fc.product(gf.gemv_float, rows, pairs, w, F16, bias=bias, tile=tile, early=early).view, want)
+
+
+@pytest.mark.parametrize("spread", [0, 6], ids=["alike", "wide"])
+@pytest.mark.parametrize(("format", "kd"), [(f, kd) for f, kd in cases() if f.startswith("int4")], ids=str)
+def test_sixteen_rows_on_the_tensor_cores(format: str, kd: int, spread: int) -> None:
+    """The instruction's sums are the reference's, also of values that lie far apart; 1 row, 8 and 13 alike."""
+    w, x = fc.on(fc.weight(format, 70, kd), "cuda"), fc.rows_of(13, kd, BF16, "cuda").x
+    x = x * torch.exp2(torch.randint(-spread, spread + 1, x.shape, device="cuda").to(BF16))
+    row_of = torch.arange(13, dtype=torch.int32, device="cuda")
+    want = None
+    for op, most in ((tensor.gemv_tensor_ref, 16), (tensor.gemv_tensor, 16), (tensor.gemv_tensor, 8),
+                     (tensor.gemv_tensor, 1)):  # fmt: skip
+        chunks = [[1, first, min(most, 13 - first)] for first in range(0, 13, most)]
+        got = Guarded((13, 70), F32, "cuda")
+        op(x, Pairs(row_of, torch.tensor(chunks, dtype=torch.int32, device="cuda"), most), w, got.view)
+        assert got.intact()
+        assert want is None or same_bits(got.view, want.view), most
+        want = got
+
+
+@pytest.mark.parametrize("tile", [tensor.TensorTile(2, 255), tensor.TensorTile(1, 168)], ids=str)
+def test_no_tile_of_the_tensor_cores_changes_a_bit(tile: tensor.TensorTile) -> None:
+    w, x = fc.on(fc.weight("int4_g64", 70, 2304), "cuda"), fc.rows_of(9, 2304, BF16, "cuda").x
+    w = w._replace(scales=w.scales.bfloat16(), second=w.second.bfloat16())  # loaded by words
+    pairs, made = fc.pairs_of(SIZES, 9, "cuda"), []
+    for op in (tensor.gemv_tensor_ref, *[tensor.gemv_tensor] * 100):
+        out = Guarded((len(pairs.row_of), 70), F16, "cuda")
+        op(x, pairs, w, out.view, tile=tile)
+        made.append(out.view)
+    assert all(same_bits(got, made[0]) for got in made[1:])
 
 
 @pytest.mark.parametrize("format", ["bf16", "mxfp4_oss", "nvfp4_ct", "int4_g64", "q3_k"])

@@ -27,14 +27,23 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import gdc_launch_dependents, gdc_wait, jit, tl
 from moe_lab_kernels.gemv_float.body import fetch_both, lane_sums
-from moe_lab_kernels.gemv_float.operands import Bias, Gate, Pairs, Rows, check_call, check_gated, exact_products
+from moe_lab_kernels.gemv_float.operands import (
+    Bias,
+    Gate,
+    Pairs,
+    Rows,
+    check_call,
+    check_gated,
+    each_chunk,
+    exact_products,
+)
 from moe_lab_kernels.gemv_float.ref import matvec_ref
 from moe_lab_kernels.gemv_float.steps import WALKS, finished
 from moe_lab_kernels.gemv_float.tiles import FloatTile, tile_for
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.primitives import folded_row, offset64, round_to, to_f32
-from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, gated_value
+from moe_lab_kernels.rows.hidden import hidden_rows_ref
 from moe_lab_kernels.slots.pointer_table import Weights, is_pointers, operand, typed_base
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS
@@ -240,27 +249,16 @@ def gemv_float_gated_ref(
     check_call("gemv_float_gated", rows, pairs, gate, out, gate_bias)
     sums = zip(_sums_ref(rows, pairs, gate, gate_bias), _sums_ref(rows, pairs, up, up_bias), strict=True)
     for (p, g), (_, u) in sums:
-        g, u = g.to(out.dtype).float(), u.to(out.dtype).float()
-        if how.gelu:
-            h = activation.geglu_ref(g, u, limit=how.limit, limit_mode=how.limit_mode)
-        else:
-            h = activation.swiglu_ref(g, u, limit=how.limit, limit_mode=how.limit_mode, alpha=how.alpha)
-        h = h if how.weight is None else h * how.weight[p, None]
-        out[p if pairs.to is None else pairs.to[p].long()] = h.to(out.dtype)
+        own = how if how.weight is None else how._replace(weight=how.weight[p])
+        h = hidden_rows_ref(g.to(out.dtype), u.to(out.dtype), own)
+        out[p if pairs.to is None else pairs.to[p].long()] = h
     return out
 
 
 def _sums_ref(rows: Rows, pairs: Pairs, w: Weight, bias: Bias | None) -> list[tuple[Tensor, Tensor]]:
     """(pairs, their fp32 sums with the bias) of each chunk."""
     made = []
-    for c, (slot, first, n) in enumerate(pairs.chunks.tolist()):
-        begin, end = max(first, 0), min(first + n, len(pairs.row_of))
-        if not 0 <= slot < len(w.data) or begin >= end:
-            continue
-        p = torch.arange(begin, end, device=rows.x.device)
-        row = pairs.row_of[p].long()
-        known = (row >= 0) & (row < len(rows.x))
-        index = torch.where(known, row, 0)
+    for c, slot, p, index, known in each_chunk(pairs, len(w.data), len(rows.x)):
         sums = matvec_ref(rows, index, known, w, slot)
         if bias is not None:
             sums = sums + bias.values[slot if bias.row_of is None else int(bias.row_of[c])].float()

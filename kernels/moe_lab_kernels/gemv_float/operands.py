@@ -1,5 +1,6 @@
 """What the float GEMV is given, and the checks that it fits together."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.gemv_float.steps import WALKS
 from moe_lab_kernels.grouped.operands import Weight, alike
-from moe_lab_kernels.rows.activation import limit_of
+from moe_lab_kernels.rows.hidden import Gate, check_gate
 from moe_lab_kernels.slots.pointer_table import as_tensor, is_pointers
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS, row_bytes, scale_shape
@@ -48,23 +49,24 @@ class Bias(NamedTuple):
     row_of: Tensor | None = None
 
 
-class Gate(NamedTuple):
-    """How hidden rows are made of gate and up, as in `activation`; `weight` fp32 [P] multiplies each pair's row before
-    it is stored."""
-
-    gelu: bool = False
-    limit: float | None = None
-    limit_mode: str = "before"
-    alpha: float = 1.702
-    weight: Tensor | None = None
-
-
 def served(format: str, kd: int) -> str | None:
     """None when rows of `kd` values of the format can be multiplied, else why not."""
     if format not in WALKS:
         return f"no kernel multiplies {format!r}; there are kernels for {', '.join(WALKS)}"
     step = WALKS[format].block if format == "fp8_block" or format not in LAYOUTS else LAYOUTS[format].group
     return None if kd > 0 and kd % step == 0 else f"{format} rows are multiples of {step} values here, got Kd={kd}"
+
+
+def each_chunk(pairs: Pairs, slots: int, rows: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """For the references: the number, slot, pairs and rows of x of each chunk that has any, and which rows there are
+    (row 0 stands for the others)."""
+    for c, (slot, first, n) in enumerate(pairs.chunks.tolist()):
+        begin, end = max(first, 0), min(first + n, len(pairs.row_of))
+        if 0 <= slot < slots and begin < end:
+            p = torch.arange(begin, end, device=pairs.row_of.device)
+            row = pairs.row_of[p].long()
+            known = (row >= 0) & (row < rows)
+            yield c, slot, p, torch.where(known, row, 0), known
 
 
 def exact_products(x: Tensor, format: str) -> bool:
@@ -74,7 +76,7 @@ def exact_products(x: Tensor, format: str) -> bool:
 
 def check_call(op: str, rows: Rows, pairs: Pairs, w: Weight, out: Tensor, bias: Bias | None) -> None:
     """Everything that shapes, dtypes and strides can tell of one product."""
-    _check_weight(op, w)
+    check_weight(op, w)
     _check_rows(op, rows, w.kd)
     count = len(pairs.row_of)
     expect(op, "row_of", pairs.row_of, [torch.int32], ["P"])
@@ -118,10 +120,7 @@ def check_gated(op: str, gate: Weight, up: Weight, biases: tuple[Bias | None, Bi
         differs = None if same else "the biases of gate and up have other dtypes, shapes, strides or rows"
     if differs is not None:
         raise LabError(f"{op}: {differs}; two gemv_float and an activation take any.")
-    if how.weight is not None:
-        expect(op, "weight", how.weight, [torch.float32], [count])
-        expect_contiguous(op, "weight", how.weight)
-    return limit_of(op, how.limit, how.limit_mode, gelu=how.gelu)
+    return check_gate(op, how, count)
 
 
 def _check_rows(op: str, rows: Rows, kd: int) -> None:
@@ -137,7 +136,7 @@ def _check_rows(op: str, rows: Rows, kd: int) -> None:
     expect_rows(op, "x's scales", rows.scale)
 
 
-def _check_weight(op: str, w: Weight) -> None:
+def check_weight(op: str, w: Weight) -> None:
     """Shapes of a weight's parts, and the addresses its loads need."""
     why = served(w.format, w.kd)
     if why is not None:

@@ -1,7 +1,6 @@
 """How the float GEMV's programs are cut, and which cut was fastest where. No tile changes a bit."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -52,12 +51,6 @@ DOWN_MANY, DOWN_MANY_FULL = FloatTile(8, 8, 1, registers=128), FloatTile(4, 8, 2
 NO_TALL = ("iq4_nl",)  # eight rows of it spill at 128 registers
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's where there is none, to compile for it."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def tile_for(
     format: str, n: int, chunks: int, pairs: int, max_rows: int, *, gated: bool, on: str, device: torch.device
 ) -> FloatTile:
@@ -70,5 +63,5 @@ def tile_for(
         return GATE_ONE if max_rows == 1 else GATE_MANY
     if max_rows > 1:
         return DOWN_MANY_FULL if pairs >= 2 * chunks or format in NO_TALL else DOWN_MANY
-    held = chunks * -(-n // DOWN_ONE.rows) <= PLACES * processors(device)
+    held = chunks * -(-n // DOWN_ONE.rows) <= PLACES * backend.processors(device)
     return DOWN_ONE if held or format in NO_TALL else DOWN_ONE_TALL
