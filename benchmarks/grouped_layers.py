@@ -14,6 +14,7 @@ from moe_lab_kernels.grouped import operands as go
 from moe_lab_kernels.grouped import tiles as gt
 from moe_lab_kernels.route import plan
 from moe_lab_kernels.rows import combine
+from moe_lab_kernels.rows.hidden import Gate, hidden_rows_ref
 from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8
 from moe_lab_kernels.storage.blocks import BLOCKS
 
@@ -28,6 +29,12 @@ class Weights:
     up: go.Weight
     down: go.Weight
     fp8_rows: bool = False
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # [E, F], [E, F], [E, D]; gpt-oss's formula
+
+    @property
+    def how(self) -> Gate:
+        """The formula of the hidden rows."""
+        return Gate() if self.biases is None else Gate(limit=7.0, limit_mode="oai")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,12 @@ def make_weights(shape: LayerShape, format: str) -> Weights:
     gate_up, down = format.split("+") if "+" in format else (format, format)
     draw = torch.Generator(DEVICE).manual_seed(5)
     e, d, f = shape.experts, shape.d_model, shape.d_expert
+    biases = None
+    if shape.name.startswith("gpt-oss"):
+        made = [torch.randn(e, n, generator=draw, device=DEVICE).bfloat16() / 4 for n in (f, f, d)]
+        biases = made[0], made[1], made[2]
     return Weights(one_weight(gate_up, e, f, d, draw), one_weight(gate_up, e, f, d, draw),
-                   one_weight(down, e, d, f, draw), rows == "fp8")  # fmt: skip
+                   one_weight(down, e, d, f, draw), rows == "fp8", biases)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,12 +112,14 @@ def planned(c: Call, experts: int, cut: Cut) -> tuple[plan.Plan, gt.WorkList]:
 
 def gate_up(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList, cut: Cut) -> None:
     """c.h from c.x."""
-    gg.grouped_gate_up(c.x, p.token, w.gate, w.up, work, c.h, tile=cut.gate_up)
+    both = None if w.biases is None else w.biases[:2]
+    gg.grouped_gate_up(c.x, p.token, w.gate, w.up, work, c.h, how=w.how, biases=both, tile=cut.gate_up)
 
 
 def down(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList, cut: Cut) -> None:
     """c.y from c.h."""
-    gg.grouped_product(c.h, None, w.down, work, c.y, to=go.Scatter(p.token, p.slot, c.ids.shape[1]), tile=cut.down)
+    to, bias = go.Scatter(p.token, p.slot, c.ids.shape[1]), None if w.biases is None else w.biases[2]
+    gg.grouped_product(c.h, None, w.down, work, c.y, to=to, bias=bias, tile=cut.down)
 
 
 def layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
@@ -135,7 +148,7 @@ def decoded_products(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList) -> No
     rooms = [torch.empty(decoded.scratch_values(m, wave), dtype=c.x.dtype, device=DEVICE) for m in parts]
     for first, some in decoded.waves(work, len(w.gate.data), wave):
         gate, up, last = (decoded.decode_slots(m, first, wave, r) for m, r in zip(parts, rooms, strict=True))
-        plain = Weights(gate, up, last)
+        plain = Weights(gate, up, last, biases=w.biases)
         gate_up(c, plain, p, some, Cut())
         down(c, plain, p, some, Cut())
 
@@ -143,11 +156,14 @@ def decoded_products(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList) -> No
 def fp8_layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
     """The same with rows and hidden rows in fp8."""
     pairs, experts, n = c.ids.numel(), len(w.gate.data), w.gate.data.shape[1]
-    tokens = min(g8.MOST_TOKENS, cut.tokens or gt.tokens_for(pairs, experts))
+    tokens = cut.tokens or gt.tokens_for(pairs, experts, gt.MOST_FP8_TOKENS)
     p, work = planned(c, experts, Cut(tokens))
-    codes = torch.empty(pairs, n, dtype=torch.float8_e4m3fn, device=DEVICE)
-    h = g8.Fp8Rows(codes, torch.empty(pairs, n // g8.GROUP, device=DEVICE))
+    h = c.h
+    if not g8.quantise_apart(work.tokens):
+        codes = torch.empty(pairs, n, dtype=torch.float8_e4m3fn, device=DEVICE)
+        h = g8.Fp8Rows(codes, torch.empty(pairs, n // g8.GROUP, device=DEVICE))
     g8.fp8_gate_up(g8.Fp8Rows(*quantize_fp8(c.x)), p.token, w.gate, w.up, work, h, tile=cut.gate_up)
+    h = h if isinstance(h, g8.Fp8Rows) else g8.Fp8Rows(*quantize_fp8(h))
     to = go.Scatter(p.token, p.slot, c.ids.shape[1])
     g8.fp8_product(h, None, w.down, work, c.y, to=to, tile=cut.down)
     return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
@@ -160,6 +176,7 @@ def exact(c: Call, w: Weights) -> torch.Tensor:
         token, slot = (c.ids == e).nonzero(as_tuple=True)
         x = c.x[token].float()
         g, u, d = (go.values_ref(m, e, torch.float32) for m in (w.gate, w.up, w.down))
-        h = torch.nn.functional.silu(x @ g.T) * (x @ u.T)
-        out.index_add_(0, token, c.weights[token, slot, None] * (h @ d.T))
+        of_gate, of_up, of_down = (b[e].float() for b in w.biases) if w.biases else (0.0, 0.0, 0.0)
+        h = hidden_rows_ref(x @ g.T + of_gate, x @ u.T + of_up, w.how)
+        out.index_add_(0, token, c.weights[token, slot, None] * (h @ d.T + of_down))
     return out

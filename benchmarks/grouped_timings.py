@@ -110,8 +110,8 @@ def sweep_cuts(format: str, tokens: int, mean: float) -> Iterator[tuple[str, Cut
 
 
 def fp8_cuts(mean: float) -> Iterator[Cut]:
-    """Tiles of the fp8 products worth a try."""
-    tokens = min(g8.MOST_TOKENS, max(16, backend.next_power_of_2(int(mean + mean / 4))))
+    """Tiles of the fp8 products worth a try, in `rows` of each matrix."""
+    tokens = min(gt.MOST_FP8_TOKENS, max(16, backend.next_power_of_2(int(mean + mean / 4))))
     for both in (((128, 4, 4), (64, 4, 4)), ((128, 8, 3), (128, 8, 3)), ((128, 4, 3), (128, 4, 4))):
         yield Cut(tokens, *(gt.Tile(*t, 8 if mean > tokens else 1) for t in both))
 
@@ -148,8 +148,7 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
 
     def row(what: str, cut: Cut, t: Any, ok: str = "yes", nmse: str = "") -> dict[str, Any]:
         tile = " ".join(str(tuple(t)) for t in (cut.gate_up, cut.down) if t) or "()"
-        wide = cut.tokens or gt.tokens_for(pairs, e)
-        wide = min(wide, g8.MOST_TOKENS) if w.fp8_rows else wide
+        wide = cut.tokens or gt.tokens_for(pairs, e, gt.MOST_FP8_TOKENS if w.fp8_rows else gt.TOKENS[-1])
         out = {**head, "what": what, "tokens": wide, "tile": tile, "nmse": nmse}
         out["ok"] = t if isinstance(t, str) else ok
         if t is None or isinstance(t, str):
@@ -195,9 +194,16 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         yield row(what, cut, t if same else "WRONG: bits differ from the default tile's")
 
 
-def compile_ahead(formats: list[str], workers: int) -> None:
-    """Fill the compiler's cache from several processes: each format's kernels for each width of tile."""
-    jobs = [f"{f}/{n}" for f in formats for n in gt.TOKENS if n <= g8.MOST_TOKENS or not f.endswith("@fp8")]
+def compile_ahead(cells: list[tuple[str, str, list[int]]], workers: int) -> None:
+    """Fill the compiler's cache from several processes: each format's kernels for the widths of tile that the cells and
+    their checks take."""
+    wanted: dict[str, None] = {}
+    for name, format, counts in cells:
+        most = gt.MOST_FP8_TOKENS if format.endswith("@fp8") else gt.TOKENS[-1]
+        shape = SHAPES[name]
+        widths = {gt.tokens_for(t * shape.top_k, shape.experts, most) for t in (1, 64, *counts)}
+        wanted |= {f"{format}/{n}": None for n in sorted(widths)}
+    jobs = list(wanted)
     command = [sys.executable, __file__, "--out", ".", "--compile"]
     running = [subprocess.Popen([*command, ",".join(jobs[i::workers])]) for i in range(min(workers, len(jobs)))]
     for process in running:
@@ -205,14 +211,15 @@ def compile_ahead(formats: list[str], workers: int) -> None:
 
 
 def compile_jobs(jobs: str) -> None:
-    """A small layer for each job, whose sizes divide as the timed ones do."""
-    shape = LayerShape("small", 1024, 512, 4, 2)
+    """A small layer for each job, whose sizes divide as the timed ones do; gpt-oss's formula in its formats."""
+    shapes = LayerShape("small", 1024, 512, 4, 2), LayerShape("gpt-oss small", 320, 320, 4, 2)
     for format, tokens in (job.split("/") for job in jobs.split(",")):
-        c = make_call(shape, *routings(shape, 32)[0])
-        w = make_weights(shape, format)
-        layer(c, w, Cut(int(tokens)))
-        if not w.fp8_rows and decoded.can_decode(w.gate):
-            decoded_products(c, w, *planned(c, shape.experts, Cut(int(tokens))))
+        for shape in shapes if format in ("bf16", "mxfp4_oss") else shapes[:1]:
+            c = make_call(shape, *routings(shape, 32)[0])
+            w = make_weights(shape, format)
+            layer(c, w, Cut(int(tokens)))
+            if not w.fp8_rows and decoded.can_decode(w.gate):
+                decoded_products(c, w, *planned(c, shape.experts, Cut(int(tokens))))
     torch.cuda.synchronize()
 
 
@@ -253,7 +260,7 @@ def main() -> int:
     begin, where, failed = time.perf_counter(), measured_on(), 0
     cells = cells_of(args)
     if args.workers:
-        compile_ahead(list(dict.fromkeys(format for _, format, _ in cells)), args.workers)
+        compile_ahead(cells, args.workers)
     read, tflops = bandwidth_gb_per_s()["read"], matrix_tflops()
     torch.backends.cuda.matmul.allow_tf32 = False
     with (args.out / "grouped_timings.csv").open("w", newline="") as file:

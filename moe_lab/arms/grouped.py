@@ -8,29 +8,36 @@ batched, streamed and alone are the same; where torch computes, products are in 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, PlannedWork, Schedule, activate, lacks_kernel
+from moe_lab.arms.base import ArmContext, ExpertBiases, ExpertStack, Group, PlannedWork, Schedule, by_slot, reads_only
+from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, weighed_rows
 from moe_lab.arms.grouped_fp8 import fp8_mlp
 from moe_lab.arms.lists import numbers, shared_tiles, tiles_of, zeros
 from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import RAW, Laid
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.gemv_float.operands import DENSE as FLOATS
 from moe_lab_kernels.grouped import decoded
 from moe_lab_kernels.grouped import grouped_gemm as gg
 from moe_lab_kernels.grouped import operands as go
+from moe_lab_kernels.grouped.staged import STAGED as STEPS_BY_WORDS
 from moe_lab_kernels.grouped.steps import STEPS
-from moe_lab_kernels.grouped.tiles import WorkList
+from moe_lab_kernels.grouped.tiles import MOST_FP8_TOKENS, TOKENS, WorkList, tokens_for
 
-# Measured on an H200, q2_k and q3_k: at 128 rows an expert (qwen3-30b-a3b) a layer that writes them as bf16 first takes
-# 858 us, the products that decode take 888 by themselves; at 64 (deepseek-v3-like) the pass's 6.6 ms are more than the
-# 3.8 that such products lose to those of floats. Formats whose decoding is cheap, or whose bytes are many, later:
-# mxfp4_oss loses at 256 rows (19.6 ms against 18.1) and wins at 512. Scratch: at most this, and a sixteenth of memory.
+# Rows an expert from which on weights are decoded to scratch memory first. Measured on an H200, us of the layer decoded
+# first against the products that decode: q2_k + q3_k at 128 rows an expert 858 and 788 (qwen3-30b-a3b), 1,853 and 1,849
+# (mixtral-8x7b), at 512 1,684 and 2,300 (qwen3); q4_k + q6_k at 128 1,940 and 3,564 (mixtral); mxfp4_oss at 128 873 and
+# 601, at 256 19.6 and 16.8 ms (deepseek-v3-like), at 512 3,516 and 3,760 (mixtral); with rows that fill no step 5,573
+# and 6,100 at 256 (gpt-oss-120b-like). Scratch: at most DECODED_BYTES, and a sixteenth of memory.
 DECODE_FROM_ROWS = 96
-DECODE_LATE = {"mxfp4_oss": 384, "mxfp8": 384, "fp8_block": 384}
+DECODE_FROM = {"q2_k": 160, "q3_k": 160, "mxfp4_oss": 384, "mxfp8": 384, "fp8_block": 384}
+DECODE_UNEVEN_FROM = {"mxfp4_oss": 192}  # where a row's end cuts a step
 DECODED_BYTES = 4 << 30
+PARTS = ("gate", "up", "down")
 
 
 class Grouped:
@@ -38,6 +45,7 @@ class Grouped:
 
     name = "grouped"
     per_token = False
+    layouts: tuple[str, ...] = (RAW, "planar")
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
         """Formats with a decode step."""
@@ -45,12 +53,12 @@ class Grouped:
         return f"it serves {', '.join(STEPS)}, not {', '.join(missing)}" if missing else None
 
     def lacks(self, spec: MoESpec) -> str | None:
-        """Plain gated experts alone, weighed on their output."""
-        if spec.expert_bias:
-            return "expert biases"
-        if spec.weight_place != "output":
-            return f"the routing weight on the {spec.weight_place}"
-        return lacks_kernel(spec)
+        """Gated experts alone; biases, every clamp and every place of the routing weight are served."""
+        return lacks_formula(spec)
+
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """See `ArmExtras.reads`."""
+        return None if layout in self.layouts else reads_only(self.layouts, layout)
 
     def meets(self, formats: Sequence[str], activation: str) -> str | None:
         """None when activations of this kind meet weights of all these formats, else why not."""
@@ -66,25 +74,27 @@ class Grouped:
     ) -> None:
         """See `Arm.experts`."""
         first, last = groups[0].first, groups[-1].first + groups[-1].rows
-        token, slot = schedule.token[first:last], schedule.slot[first:last]
+        token, slot, weight = (t[first:last] for t in (schedule.token, schedule.slot, schedule.weight))
         local = [Group(g.expert, g.first - first, g.rows) for g in groups]
         if ctx.backend == "torch" and ctx.activation != "fp8":
-            y[token, slot] = _torch_mlp(x, token, stack, local, ctx).to(y.dtype)
+            y[token, slot] = _torch_mlp(x, token, stack, local, ctx, weight).to(y.dtype)
             return
         to = go.Scatter(token.to(torch.int32), slot.to(torch.int32), y.shape[1])
-        work = tiles_of(stack, local, len(token), x.device)
+        work = tiles_of(stack, local, len(token), x.device, most_rows(ctx))
         ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
-        _kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]))
+        _kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]), weight)
 
     def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
         """See `ArmExtras.experts_of_plan`."""
         if ctx.backend != "torch" or ctx.activation == "fp8":
             to = go.Scatter(plan.token, plan.slot, y.shape[1])
-            _kernel_mlp(x, to, stack, plan.tiles(), ctx, y.view(-1, y.shape[-1]))
+            work = plan.tiles(tokens_for(len(plan.token), min(len(plan.token), len(plan.counts)), most_rows(ctx)))
+            _kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]), plan.weight)
             return
         known = plan.known()
         for groups in known.steps:
-            y[known.token, known.slot] = _torch_mlp(x, known.token, stack, groups, ctx).to(y.dtype)
+            made = _torch_mlp(x, known.token, stack, groups, ctx, known.weight)
+            y[known.token, known.slot] = made.to(y.dtype)
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
@@ -92,10 +102,15 @@ class Grouped:
         if ctx.backend == "torch" and ctx.activation != "fp8":
             return _torch_mlp(x, torch.arange(len(x), device=x.device), stack, groups, ctx)
         out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
-        work = shared_tiles(len(x), x.device)
+        work = shared_tiles(len(x), x.device, most_rows(ctx))
         ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
         _kernel_mlp(x, go.Scatter(numbers(len(x), x.device), zeros(len(x), x.device), 1), stack, work, ctx, out)
         return out
+
+
+def most_rows(ctx: ArmContext) -> int:
+    """Rows a tile, at most."""
+    return MOST_FP8_TOKENS if ctx.activation == "fp8" else TOKENS[-1]
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
@@ -103,39 +118,73 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype in go.OPERANDS else torch.bfloat16
 
 
-def weight_of(q: QuantTensor) -> go.Weight:
+def weight_of(q: Laid) -> go.Weight:
     """A stack of matrices as the kernels take it."""
+    if not isinstance(q, QuantTensor):
+        return go.Weight(by_slot(q), q.format, q.shape[-1], layout=q.layout)
     second = q.biases if q.biases is not None else q.global_scale
     data = q.data.view(FLOATS[q.format]) if q.format in FLOATS else q.data
     return go.Weight(data, q.format, q.shape[-1], q.scales, second)
 
 
-def _kernel_mlp(x: Tensor, to: go.Scatter, stack: ExpertStack, work: WorkList, ctx: ArmContext, out: Tensor) -> None:
-    """Down rows through the kernels, written to out where `to` says. Nothing is read back."""
+def _kernel_mlp(
+    x: Tensor,
+    to: go.Scatter,
+    stack: ExpertStack,
+    work: WorkList,
+    ctx: ArmContext,
+    out: Tensor,
+    weight: Tensor | None = None,
+) -> None:
+    """Down rows through the kernels, written to out where `to` says; `weight` fp32 [P], the router's. Nothing is read
+    back."""
     if ctx.activation == "fp8":
-        fp8_mlp(x, to, stack, work, ctx, out)
+        fp8_mlp(x, to, stack, work, ctx, out, weight)
         return
-    pairs, operand = len(to.row), operand_dtype(x)
-    rows, weights = x.to(operand), [weight_of(stack.part(name)) for name in ("gate", "up", "down")]
-    shape, slots = (pairs, weights[0].data.shape[1]), len(weights[0].data)
+    pairs, operand, own = len(to.row), operand_dtype(x), weighed_rows(x, to.row, weight, ctx.spec)
+    rows, row_of = (x, to.row) if own is None else (own, None)
+    weights = [weight_of(stack.part(name)) for name in PARTS]
+    shape, slots = (pairs, weights[0].rows), len(weights[0].data)
     names = ["hidden"] if _fuses(weights, operand, ctx) else ["hidden", "gate", "up"]
     rooms = [ctx.empty(n, shape, operand if n == "hidden" else ctx.store_dtype, x.device) for n in names]
-    if pairs < decode_from(weights) * slots or not all(map(decoded.can_decode, weights)):
-        _products(rows, to, weights, work, ctx, rooms, out)
+    call = _Call(rows.to(operand), row_of, to, stack.biases, weight, ctx, rooms, out)
+    as_they_lie = all(w.layout == RAW for w in weights)
+    if as_they_lie and (pairs < decode_from(weights) * slots or not all(map(decoded.can_decode, weights))):
+        _products(call, weights, work)
         return
     wave = decoded.slots_a_wave(weights, _decoded_bytes(x.device))
     scratch = [
         ctx.empty(f"decoded {name}", (decoded.scratch_values(w, wave),), operand, x.device)
-        for name, w in zip(("gate", "up", "down"), weights, strict=True)
+        for name, w in zip(PARTS, weights, strict=True)
     ]
     for first, some in decoded.waves(work, slots, wave):
         plain = [decoded.decode_slots(w, first, wave, room) for w, room in zip(weights, scratch, strict=True)]
-        _products(rows, to, plain, some, ctx, rooms, out)
+        _products(call, plain, some)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What the products of a call share, whatever the weights; `rooms`: hidden, and gate and up unless fused."""
+
+    rows: Tensor
+    row_of: Tensor | None
+    to: go.Scatter
+    biases: ExpertBiases | None
+    weight: Tensor | None
+    ctx: ArmContext
+    rooms: Sequence[Tensor]
+    out: Tensor
 
 
 def decode_from(weights: Sequence[go.Weight]) -> int:
-    """Rows a slot from which on these matrices are decoded first."""
-    return max(DECODE_LATE.get(w.format, DECODE_FROM_ROWS) for w in weights)
+    """Rows a slot from which on these matrices are decoded first: as its costliest wants it."""
+
+    def of(w: go.Weight) -> int:
+        uneven = w.kd % STEPS_BY_WORDS.get(w.format, STEPS[w.format]).values != 0
+        own = DECODE_FROM.get(w.format, DECODE_FROM_ROWS)
+        return min(own, DECODE_UNEVEN_FROM.get(w.format, own)) if uneven else own
+
+    return min(map(of, weights))
 
 
 def _decoded_bytes(device: torch.device) -> int:
@@ -149,40 +198,43 @@ def _fuses(weights: Sequence[go.Weight], operand: torch.dtype, ctx: ArmContext) 
     return ctx.store_dtype == operand and go.alike(weights[0], weights[1]) is None
 
 
-def _products(
-    rows: Tensor,
-    to: go.Scatter,
-    weights: Sequence[go.Weight],
-    work: WorkList,
-    ctx: ArmContext,
-    rooms: Sequence[Tensor],
-    out: Tensor,
-) -> None:
-    """Gate, up, activation and down of the pairs in the work list; `rooms`: hidden, and gate and up unless fused."""
-    (gate, up, down), hidden = weights, rooms[0]
-    if len(rooms) == 1:
-        gelu = ctx.spec.activation == "gelu_tanh"
-        gg.grouped_gate_up(rows, to.row, gate, up, work, hidden, gelu=gelu, limit=ctx.spec.limit)
+def _products(call: _Call, weights: Sequence[go.Weight], work: WorkList) -> None:
+    """Gate, up, activation and down of the pairs in the work list."""
+    (gate, up, down), hidden, ctx = weights, call.rooms[0], call.ctx
+    of_gate, of_up, of_down = bias_parts(call.biases)
+    if len(call.rooms) == 1:
+        both = None if of_gate is None or of_up is None else (of_gate, of_up)
+        how = gate_of(ctx.spec, call.weight)
+        gg.grouped_gate_up(call.rows, call.row_of, gate, up, work, hidden, how=how, biases=both)
     else:
-        gg.grouped_product(rows, to.row, gate, work, rooms[1])
-        gg.grouped_product(rows, to.row, up, work, rooms[2])
-        hidden = activate(rooms[1], rooms[2], ctx).to(hidden.dtype)
-    gg.grouped_product(hidden, None, down, work, out, to=to)
+        gg.grouped_product(call.rows, call.row_of, gate, work, call.rooms[1], bias=of_gate)
+        gg.grouped_product(call.rows, call.row_of, up, work, call.rooms[2], bias=of_up)
+        hidden = hidden_rows(call.rooms[1], call.rooms[2], call.weight, ctx).to(hidden.dtype)
+    gg.grouped_product(hidden, None, down, work, call.out, to=call.to, bias=of_down)
 
 
-def _torch_mlp(x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext) -> Tensor:
+def _torch_mlp(
+    x: Tensor,
+    token: Tensor,
+    stack: ExpertStack,
+    groups: Sequence[Group],
+    ctx: ArmContext,
+    weight: Tensor | None = None,
+) -> Tensor:
     """Down rows [P, D] of the pairs in order."""
-    operand = operand_dtype(x)
+    operand, own = operand_dtype(x), weighed_rows(x, token, weight, ctx.spec)
     ctx.work.weight_bytes += len(groups) * stack.expert_bytes
 
     def project(part: str, rows: Tensor) -> Tensor:
         ctx.work.products += len(groups)
-        done = [
-            rows[g.first : g.first + g.rows].double() @ stack.values(part, g.expert).to(operand).double().T
-            for g in groups
-        ]
-        return ctx.store(torch.cat(done).float())
+        done = []
+        for g in groups:
+            values = stack.values(part, g.expert).to(operand).double()
+            product = (rows[g.first : g.first + g.rows].double() @ values.T).float()
+            bias = stack.bias(part, g.expert)
+            done.append(product if bias is None else product + bias.float())
+        return ctx.store(torch.cat(done))
 
-    rows = x[token].to(operand)
-    hidden = activate(project("gate", rows), project("up", rows), ctx)
+    rows = (x[token] if own is None else own).to(operand)
+    hidden = hidden_rows(project("gate", rows), project("up", rows), weight, ctx)
     return project("down", hidden.to(operand))

@@ -7,7 +7,7 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.arms.base import ExpertStack, Group
-from moe_lab_kernels.grouped.tiles import WorkList, tokens_for
+from moe_lab_kernels.grouped.tiles import TOKENS, WorkList, tokens_for
 
 MOST_KEPT = 512
 _KEPT: dict[Any, Tensor] = {}
@@ -33,16 +33,22 @@ def closed_up(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def tiles_of(stack: ExpertStack, groups: Sequence[Group], pairs: int, device: torch.device) -> WorkList:
-    """Groups that follow each other from 0 on, in tiles of as many rows as an expert has on average."""
-    tokens = tokens_for(pairs, len(groups))
+def tiles_of(
+    stack: ExpertStack, groups: Sequence[Group], pairs: int, device: torch.device, most: int = TOKENS[-1]
+) -> WorkList:
+    """Groups that follow each other from 0 on, in tiles of as many rows as an expert has on average, at most `most`;
+    each with its expert where experts have biases."""
+    tokens = tokens_for(pairs, len(groups), most)
     entries = chunk_table(groups, stack.slot_of, 0, tokens)
-    return WorkList(torch.tensor(entries, dtype=torch.int32, device=device).view(-1, 3), tokens)
+    experts = [] if stack.biases is None else [g.expert for g in groups for _ in range(0, g.rows, tokens)]
+    flat = [*(n for entry in entries for n in entry), *experts]  # one copy to the device
+    both = torch.tensor(flat, dtype=torch.int32, device=device)
+    return WorkList(both[: 3 * len(entries)].view(-1, 3), tokens, both[3 * len(entries) :] if experts else None)
 
 
-def shared_tiles(rows: int, device: torch.device) -> WorkList:
-    """All rows in tiles of slot 0."""
-    tokens = tokens_for(rows, 1)
+def shared_tiles(rows: int, device: torch.device, most: int = TOKENS[-1]) -> WorkList:
+    """All rows in tiles of slot 0, of at most `most` rows."""
+    tokens = tokens_for(rows, 1, most)
     return WorkList(shared_table(rows, tokens, device), tokens)
 
 

@@ -9,7 +9,8 @@ from moe_lab.tolerances import tol
 from moe_lab_kernels.grouped import decoded
 from moe_lab_kernels.grouped import grouped_fp8 as g8
 from moe_lab_kernels.grouped.grouped_gemm import grouped_product
-from moe_lab_kernels.grouped.tiles import Tile
+from moe_lab_kernels.grouped.tiles import TOKENS, Tile
+from moe_lab_kernels.rows.hidden import Gate
 from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import nmse, same_bits
@@ -28,18 +29,19 @@ def product(case: GroupedCase, x: g8.Fp8Rows, op=g8.fp8_product, **options) -> t
 
 
 @pytest.mark.parametrize(("n", "kd"), [(200, 512), (150, 200), (704, 2880)], ids=str)
-@pytest.mark.parametrize("tokens", list(g8.GATED_TILES), ids="tile{}".format)
+@pytest.mark.parametrize("tokens", TOKENS, ids="tile{}".format)
 def test_near_the_reference_whatever_the_tile(n: int, kd: int, tokens: int) -> None:
     case = grouped_case("fp8_block", n, kd, COUNTS, tokens=tokens, device="cuda")
     x = rows_of(case.x)
     got = product(case, x)
     assert nmse(got.cpu(), product(case, x, g8.fp8_product_ref).cpu()) <= tol("grouped/fp8 product")
     assert same_bits(got, product(replace(case, tokens=16), x, tile=Tile(64, 4, 3)))
+    assert same_bits(got, product(case, x, tile=Tile(64, 4, 3, resident=2)))
     for pair in (0, 3, 150):
         assert same_bits(product(case.alone(pair), x), got[pair : pair + 1]), pair
 
 
-@pytest.mark.parametrize("tokens", list(g8.GATED_TILES), ids="tile{}".format)
+@pytest.mark.parametrize("tokens", TOKENS, ids="tile{}".format)
 @pytest.mark.parametrize("n", [256, 150])
 def test_hidden_rows_leave_quantised_as_a_launch_of_its_own_would(n: int, tokens: int) -> None:
     case = grouped_case("fp8_block", n, 512, COUNTS, tokens=tokens, device="cuda")
@@ -52,6 +54,20 @@ def test_hidden_rows_leave_quantised_as_a_launch_of_its_own_would(n: int, tokens
     want, scale = quantize_fp8(torch.nn.functional.pad(plain, (0, -n % g8.GROUP)))
     assert torch.equal(h.codes.view(torch.uint8), want.view(torch.uint8))
     assert same_bits(h.scale, scale)
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 128], ids="tile{}".format)
+def test_biases_and_weights_inside(tokens: int) -> None:
+    draw = torch.Generator().manual_seed(7)
+    case = grouped_case("fp8_block", 200, 512, COUNTS, tokens=tokens, device="cuda")
+    case = replace(case, expert=[5, 0, 3, 1])
+    biases = tuple(torch.randn(6, 200, generator=draw).bfloat16().cuda() for _ in range(2))
+    how = Gate(limit=1.0, limit_mode="oai", weight=torch.rand(case.pairs, generator=draw).cuda())
+    x, made = rows_of(case.x), []
+    for op in (g8.fp8_gate_up, g8.fp8_gate_up_ref):
+        h = torch.full((case.pairs, 200), float("nan"), dtype=torch.bfloat16, device="cuda")
+        made.append(op(x, case.row_of, case.gate, case.up, case.work, h, how=how, biases=biases))
+    assert nmse(made[0], made[1]) <= tol("store/bf16")
 
 
 @pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k", "q6_k", "mxfp4_oss", "int4_g64", "fp8_block"])

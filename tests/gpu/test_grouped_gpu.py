@@ -13,6 +13,7 @@ from moe_lab_kernels.grouped.steps import STEPS
 from moe_lab_kernels.grouped.tiles import TOKENS, Tile
 from moe_lab_kernels.route import plan
 from moe_lab_kernels.rows import activation
+from moe_lab_kernels.rows.hidden import Gate
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import nmse, same_bits
 
@@ -75,7 +76,40 @@ def test_fused_is_two_products_and_an_activation(format: str, options: dict) -> 
     case = grouped_case(format, 200, 256, [3, 0, 50], device="cuda")
     gate, up = case.product(dtype="bf16").view, replace(case, gate=case.up).product(dtype="bf16").view
     op = activation.geglu if options.get("gelu") else activation.swiglu
-    assert same_bits(case.gated(**options).view, op(gate, up, limit=options.get("limit")))
+    assert same_bits(case.gated(how=Gate(**options)).view, op(gate, up, limit=options.get("limit")))
+
+
+@pytest.mark.parametrize("format", ["bf16", "q2_k", "mxfp4_oss"])
+def test_no_grid_and_no_cut_changes_a_bit(format: str) -> None:
+    """Persistent grids, four and eight warps that decode, words asked for further ahead."""
+    case = grouped_case(format, 200, 512, [2, 0, 150], tokens=64, device="cuda")
+    whole, gated = case.product().view, case.gated().view
+    staged = format != "bf16"
+    tiles = [Tile(64, 4, 2, resident=1), Tile(64, 4, 3, resident=3)]
+    tiles += [Tile(64, 4, 2, 1, None, 2), Tile(64, 8, 2, 1, None, 1), Tile(64, 4, 2, 1, None, 1, 2)] if staged else []
+    for tile in tiles:
+        assert same_bits(replace(case, tile=tile).product().view, whole), tile
+        assert same_bits(replace(case, tile=tile).gated().view, gated), tile
+
+
+@pytest.mark.parametrize(
+    "how",
+    [Gate(limit=1.0, limit_mode="oai"), Gate(gelu=True), Gate(limit=0.5, limit_mode="after")],
+    ids=["oai", "gelu", "after"],
+)
+@pytest.mark.parametrize("format", ["bf16", "mxfp4_oss", "q4_k"])
+def test_biases_by_expert_and_weights_inside(format: str, how: Gate) -> None:
+    draw = torch.Generator().manual_seed(7)
+    case = replace(grouped_case(format, 200, 512, [2, 0, 50, 1], tokens=32, device="cuda"), expert=[5, 0, 3, 1])
+    biases = tuple(torch.randn(6, 200, generator=draw).bfloat16().cuda() for _ in range(2))
+    how = how._replace(weight=torch.rand(case.pairs, generator=draw).cuda())
+    got, want = (case.gated(op, how=how, biases=biases) for op in
+                 (grouped_gemm.grouped_gate_up, grouped_gemm.grouped_gate_up_ref))  # fmt: skip
+    assert nmse(got.view, want.view) <= tol("store/bf16")
+    assert nmse(want.view, case.gated(how=how).view) > 100 * tol("store/bf16")
+    plain, ref = (case.product(op, bias=biases[0]) for op in
+                  (grouped_gemm.grouped_product, grouped_gemm.grouped_product_ref))  # fmt: skip
+    assert nmse(plain.view, ref.view) <= tol("grouped/product")
 
 
 def test_work_list_of_a_plan() -> None:

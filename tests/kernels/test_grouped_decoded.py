@@ -11,6 +11,7 @@ from moe_lab_kernels.grouped import decoded
 from moe_lab_kernels.grouped.grouped_gemm import grouped_product
 from tests.support.grouped_cases import grouped_case, weight
 from tests.support.kernel_cases import same_bits
+from tests.support.planes import in_planes
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -30,6 +31,17 @@ def test_waves_have_the_register_paths_bits(format: str, dtype: str, wave: int) 
     assert same_bits(out, want.view)
 
 
+def test_planes_are_decoded_to_the_same_bits() -> None:
+    """Slots that lie apart too; raw blocks that do are not decoded first, planes always."""
+    raw = weight("q6_k", 4, 20, 256, 1)._replace(layout="raw")
+    lying, room = in_planes(raw), torch.empty(decoded.scratch_values(raw, 3), dtype=torch.bfloat16)
+    assert decoded.can_decode(lying)
+    assert not lying.data.is_contiguous()
+    assert decoded.slots_a_wave([lying], 3 * 2 * 20 * 256) == decoded.slots_a_wave([raw], 3 * 2 * 20 * 256)
+    values = decoded.decode_slots(lying, 1, 3, room).data.clone()
+    assert same_bits(values, decoded.decode_slots(raw._replace(data=raw.data.contiguous()), 1, 3, room).data)
+
+
 def test_waves_are_even_and_fit() -> None:
     w = weight("q2_k", 5, 4, 256, 1)
     slot = 2 * 4 * 256
@@ -41,6 +53,16 @@ def test_only_whole_runs_of_quantised_slots() -> None:
     assert not decoded.can_decode(weight("bf16", 2, 4, 64, 1))
     gaps = weight("q2_k", 4, 4, 256, 1)
     assert not decoded.can_decode(gaps._replace(data=gaps.data[::2]))
+
+
+def test_rows_from_which_weights_are_decoded_first() -> None:
+    """As the costliest of the formats wants it; sooner where rows end inside a step."""
+    w = {f: weight(f, 1, 4, 256, 1) for f in ("q2_k", "q3_k", "q6_k", "mxfp4_oss")}
+    assert arm.decode_from([w["q2_k"], w["q2_k"], w["q3_k"]]) == arm.DECODE_FROM["q3_k"]
+    assert arm.decode_from([w["q2_k"], w["q2_k"], w["q6_k"]]) == arm.DECODE_FROM_ROWS < arm.DECODE_FROM["q2_k"]
+    uneven = weight("mxfp4_oss", 1, 4, 96, 1)
+    assert arm.decode_from([w["mxfp4_oss"], uneven]) == arm.DECODE_UNEVEN_FROM["mxfp4_oss"]
+    assert arm.decode_from([w["mxfp4_oss"]] * 3) == arm.DECODE_FROM["mxfp4_oss"]
 
 
 def test_the_arm_decodes_first_where_experts_have_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:

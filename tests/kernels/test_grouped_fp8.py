@@ -7,6 +7,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels.grouped import grouped_fp8 as g8
 from moe_lab_kernels.grouped.operands import Scatter
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.rows.hidden import Gate
 from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import among_poison, same_bits
@@ -48,11 +49,11 @@ def test_product(n: int, kd: int) -> None:
 def test_hidden_rows_leave_quantised_as_a_launch_of_its_own_would(n: int, kd: int, options: dict) -> None:
     case = grouped_case("fp8_block", n, kd, [2, 0, 5])
     x, h, want = rows_of(case.x), hidden(case, n), hidden(case, n)
-    g8.fp8_gate_up(x, case.row_of, case.gate, case.up, case.work, h, **options)
-    g8.fp8_gate_up_ref(x, case.row_of, case.gate, case.up, case.work, want, **options)
+    g8.fp8_gate_up(x, case.row_of, case.gate, case.up, case.work, h, how=Gate(**options))
+    g8.fp8_gate_up_ref(x, case.row_of, case.gate, case.up, case.work, want, how=Gate(**options))
     assert same_rows(h, want)
     plain = torch.empty(case.pairs, n, dtype=torch.bfloat16)
-    g8.fp8_gate_up(x, case.row_of, case.gate, case.up, case.work, plain, **options)
+    g8.fp8_gate_up(x, case.row_of, case.gate, case.up, case.work, plain, how=Gate(**options))
     padded = torch.nn.functional.pad(plain, (0, -n % g8.GROUP))
     assert same_rows(h, g8.Fp8Rows(*quantize_fp8(padded)))
 
@@ -75,8 +76,8 @@ def test_refusals() -> None:
     x, out = rows_of(case.x), torch.empty(3, 60)
     with pytest.raises(LabError, match="multiplies fp8_block weights, got q8_0"):
         g8.fp8_product(x, case.row_of, case.gate._replace(format="q8_0"), case.work, out)
-    with pytest.raises(LabError, match="tiles of 128 rows"):
-        g8.fp8_product(x, case.row_of, case.gate, WorkList(case.work.tiles, 128), out)
+    with pytest.raises(LabError, match="tiles of 48 rows"):
+        g8.fp8_product(x, case.row_of, case.gate, WorkList(case.work.tiles, 48), out)
     with pytest.raises(LabError, match="a tile of 64 weight rows; a scale serves 128"):
         g8.fp8_gate_up(x, case.row_of, case.gate, case.up, case.work, hidden(case, 60), tile=Tile(64, 4, 1))
     with pytest.raises(LabError, match=r"scale must have shape \[3, 1\]"):

@@ -15,6 +15,7 @@ from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.steps import STEPS, Step
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.rows import activation
+from moe_lab_kernels.rows.hidden import Gate
 from tests.support.grouped_cases import GroupedCase, grouped_case
 from tests.support.kernel_cases import same_bits
 
@@ -32,10 +33,10 @@ RAGGED = {
 }
 
 
-def agree(case: GroupedCase, **options) -> None:
+def agree(case: GroupedCase, dtype: str = "bf16") -> None:
     for got, want in (
         (case.product(), case.product(grouped_gemm.grouped_product_ref)),
-        (case.gated(**options), case.gated(grouped_gemm.grouped_gate_up_ref, **options)),
+        (case.gated(dtype=dtype), case.gated(grouped_gemm.grouped_gate_up_ref, dtype)),
     ):
         assert same_bits(got.view, want.view)
         assert got.intact()
@@ -87,7 +88,7 @@ def test_fused_is_two_products_and_an_activation(options: dict) -> None:
     case = grouped_case("bf16", 60, 128, [3, 0, 5])
     gate, up = case.product(dtype="bf16").view, replace(case, gate=case.up).product(dtype="bf16").view
     op = activation.geglu if options.get("gelu") else activation.swiglu
-    assert same_bits(case.gated(**options).view, op(gate, up, limit=options.get("limit")))
+    assert same_bits(case.gated(how=Gate(**options)).view, op(gate, up, limit=options.get("limit")))
 
 
 @pytest.mark.parametrize("format", ["bf16", "q3_k"])
@@ -178,4 +179,4 @@ def test_refusals_say_what_came_and_what_was_wanted() -> None:
     with pytest.raises(LabError, match="gate is bf16 with Kd=64, up q8_0 with Kd=64"):
         grouped_gemm.grouped_gate_up(case.x, case.row_of, case.gate, case.up._replace(format="q8_0"), case.work, out)
     with pytest.raises(LabError, match="limit=0; it must be > 0"):
-        grouped_gemm.grouped_gate_up(case.x, case.row_of, case.gate, case.up, case.work, out, limit=0)
+        grouped_gemm.grouped_gate_up(case.x, case.row_of, case.gate, case.up, case.work, out, how=Gate(limit=0))

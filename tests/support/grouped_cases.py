@@ -12,6 +12,7 @@ from moe_lab_kernels.grouped import operands as grouped_gemm_operands
 from moe_lab_kernels.grouped import tiles as grouped_gemm_tiles
 from moe_lab_kernels.grouped.operands import DENSE, Scatter, Weight
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.rows.hidden import Gate
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison
 
 
@@ -42,6 +43,7 @@ class GroupedCase:
     counts: torch.Tensor
     tokens: int
     tile: Tile | None = None
+    expert: list[int] | None = None  # whose biases a slot has
 
     @property
     def pairs(self) -> int:
@@ -50,17 +52,23 @@ class GroupedCase:
     @property
     def work(self) -> WorkList:
         offsets = torch.nn.functional.pad(self.counts.cumsum(0).int(), (1, 0))
-        return grouped_gemm_tiles.work_list_ref(self.counts, offsets, self.pairs, self.tokens)
+        made = grouped_gemm_tiles.work_list_ref(self.counts, offsets, self.pairs, self.tokens)
+        if self.expert is None:
+            return made
+        owner = torch.tensor([*self.expert, -1], dtype=torch.int32, device=self.x.device)
+        return made._replace(expert=owner[made.tiles[:, 0].long()])
 
-    def product(self, op=grouped_gemm.grouped_product, dtype: str = "f32", to: Scatter | None = None) -> Guarded:
+    def product(self, op=grouped_gemm.grouped_product, dtype: str = "f32", to: Scatter | None = None,
+                **options) -> Guarded:  # fmt: skip
         rows = self.pairs if to is None else int((to.row * to.slots + to.slot).max()) + 1 if self.pairs else 0
         out = Guarded((rows, self.gate.data.shape[1]), DTYPES[dtype], str(self.x.device))
-        op(self.x, self.row_of, self.gate, self.work, out.view, to=to, tile=self.tile)
+        op(self.x, self.row_of, self.gate, self.work, out.view, to=to, tile=self.tile, **options)
         return out
 
-    def gated(self, op=grouped_gemm.grouped_gate_up, dtype: str = "bf16", **options) -> Guarded:
+    def gated(self, op=grouped_gemm.grouped_gate_up, dtype: str = "bf16", how: Gate = grouped_gemm.SILU,
+              biases: tuple[torch.Tensor, torch.Tensor] | None = None) -> Guarded:  # fmt: skip
         out = Guarded((self.pairs, self.gate.data.shape[1]), DTYPES[dtype], str(self.x.device))
-        op(self.x, self.row_of, self.gate, self.up, self.work, out.view, tile=self.tile, **options)
+        op(self.x, self.row_of, self.gate, self.up, self.work, out.view, tile=self.tile, how=how, biases=biases)
         return out
 
     def exact(self) -> torch.Tensor:

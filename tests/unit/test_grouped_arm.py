@@ -13,6 +13,7 @@ from moe_lab.parity import nmse
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 from moe_lab.tolerances import tol
+from tests.support import float_layers as fl
 
 E, K, D, F = 8, 3, 256, 512
 MIXES = {
@@ -77,9 +78,8 @@ def test_weights_are_counted_once_an_expert() -> None:
     [
         ({}, ("f32",) * 3, "serves bf16, .*, not f32"),
         ({"activation": "relu2"}, MIXES["bf16"], "it has no activation 'relu2'; arm 'reference' has"),
-        ({"weight_place": "input"}, MIXES["bf16"], "it has no the routing weight on the input"),
     ],
-    ids=["format", "activation", "place"],
+    ids=["format", "activation"],
 )
 def test_refused_by_name(change: dict, formats: tuple[str, ...], message: str) -> None:
     layer = make_layer(formats)
@@ -88,6 +88,27 @@ def test_refused_by_name(change: dict, formats: tuple[str, ...], message: str) -
     parts = {p: stack.part(p) for p in ("gate", "up", "down")}
     with pytest.raises(LabError, match=message):
         MoELayer.from_tensors(plain, router=layer.router, **parts)(rows(2), "grouped")
+
+
+@pytest.mark.parametrize("formats", [("bf16",) * 3, ("mxfp4_oss",) * 3, ("q4_k", "q6_k", "q8_0")], ids="+".join)
+@pytest.mark.parametrize("formula", [f for f in fl.FORMULAS if f != "plain"])
+def test_every_formula(formula: str, formats: tuple[str, str, str]) -> None:
+    """Biases by expert, every clamp, every place of the routing weight; a token alone has its bits."""
+    layer, x = fl.make(formats, formula), fl.rows(19)
+    routing = layer.route(x)
+    y = layer(x, "grouped", routing=routing)
+    assert nmse(y.out, layer(x, "reference", routing=routing).out) <= tol("store/bf16")
+    alone = [layer(x[t : t + 1], "grouped", routing=Routing(routing.ids[t : t + 1], routing.weights[t : t + 1])).out
+             for t in (0, 18)]  # fmt: skip
+    assert torch.equal(torch.cat(alone), y.out[[0, 18]])
+
+
+@pytest.mark.parametrize("formula", ["oai-biases", "weight-on-input", "weight-inside"])
+def test_every_formula_with_fp8_rows(formula: str) -> None:
+    layer, x = fl.make(("fp8_block",) * 3, formula), fl.rows(19)
+    routing, options = layer.route(x), Options(activation="fp8")
+    y = layer(x, "grouped", routing=routing, options=options)
+    assert 1e-5 < nmse(y.out, layer(x, "reference", routing=routing).out) <= tol("gemv/fp8 rows")
 
 
 @pytest.mark.parametrize("stores", ["input", "fp32"])

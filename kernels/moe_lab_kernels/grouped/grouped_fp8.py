@@ -2,8 +2,8 @@
 
 As `grouped_gemm`, with both sides 8 bits wide: rows have a scale for each 128 values (`rows.quantize_fp8`), weights one
 for each 128 x 128 (format fp8_block). Each 128 values are one chain of the tensor core's fp32 sums from zero; its
-result, times the product of the two scales, is added in fp32, 128 after 128. A row's bits depend neither on the tile
-nor on the batch.
+result, times the product of the two scales, is added in fp32, 128 after 128, each step rounded once. A row's bits
+depend neither on the tile nor on the batch.
 
     fp8_gate_up   h[p] = act(gate @ x) * (up @ x), in a float dtype, or quantised again where `h` is `Fp8Rows`: a
                   program holds 128 values of h, which is a scale's group
@@ -14,31 +14,55 @@ references take each chain in float64 and round it once. Knows nothing about rou
 """
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from moe_lab._types import Int32, Tensor
+from moe_lab._types import Float, Int32, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
-from moe_lab_kernels.grouped.body import gated, place
-from moe_lab_kernels.grouped.operands import Scatter, Weight, check_gated, check_weight
-from moe_lab_kernels.grouped.tiles import Tile, WorkList
-from moe_lab_kernels.primitives import INTERPRET, offset64, round_to, to_f32
-from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, geglu_ref, swiglu_ref
+from moe_lab_kernels.checks import FLOATS, expect, expect_rows
+from moe_lab_kernels.grouped.body import (
+    biased,
+    either,
+    hidden,
+    owner,
+    pairs_of,
+    parted,
+    place,
+    sent,
+    weight_rows,
+)
+from moe_lab_kernels.grouped.launching import (
+    Biases,
+    Part,
+    ends,
+    named,
+    of_part,
+    parts,
+    places,
+    programs,
+    with_bias,
+)
+from moe_lab_kernels.grouped.operands import Scatter, Weight, check_alike, check_biases, check_pairs, check_weight
+from moe_lab_kernels.grouped.sides import FROM_TOKENS, sides
+from moe_lab_kernels.grouped.tiles import FP8_APART_FROM, Tile, WorkList, fp8_tile_for
+from moe_lab_kernels.launch.table import cut
+from moe_lab_kernels.primitives import INTERPRET, fma, fma_ref, offset64, round_to, to_f32
 from moe_lab_kernels.rows.arithmetic import LAYOUTS
+from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows_ref
 from moe_lab_kernels.rows.quantize_fp8 import fp8_codes, quantize_fp8_ref
 from moe_lab_kernels.storage.minifloat import e4m3_to_f32, e4m3_values
 
 GROUP = 128
 _GROUP = tl.constexpr(GROUP)
-MOST_TOKENS = 64  # two chains and two sums of 128 by 128 do not fit a program's registers
-# (rows, warps, stages); 128 rows wherever h is quantised, whose groups they are
-GATED_TILES = {16: Tile(128, 8, 4, 1), 32: Tile(128, 8, 4, 1), 64: Tile(128, 8, 3)}
-PLAIN_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(128, 8, 4)}
+SILU = Gate()
+
+
+def quantise_apart(tokens: int) -> bool:
+    """Whether hidden rows of tiles of so many tokens are better quantised by a launch of their own: as measured."""
+    return tokens >= FP8_APART_FROM
 
 
 class Fp8Rows(NamedTuple):
@@ -58,58 +82,94 @@ def _chain(x, w, INTERPRETED: tl.constexpr):
     return out.to(tl.float32)
 
 
-@jit(do_not_specialize=["n_tiles", "n_slots", "n_x", "n_pairs", "limit", "xs_row", "hs_row", "s_slot", "s_row"])
-def _grouped_fp8(x, x_scale, row_of, out, out_scale, out_row, out_slot, tiles, w, w_scale, v, v_scale, N, Kd, n_tiles,
-                 n_slots, n_x, n_pairs, limit, x_row, xs_row, out_stride, hs_row, w_slot, w_row, s_slot, s_row,
-                 EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
-                 GATHER: tl.constexpr, SLOTS: tl.constexpr, QUANTISE: tl.constexpr, HOW: tl.constexpr,
-                 HIDDEN: tl.constexpr, INNER: tl.constexpr, CUBE: tl.constexpr, ROWS: tl.constexpr,
-                 TOKENS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
-    """Program = (tile of tokens, block of weight rows)."""
-    slot, first, n, begin = place(tiles, n_tiles, N, ROWS, TOGETHER)
-    if (slot < 0) | (slot >= n_slots) | (n <= 0):
-        return
-    n_row, p = begin + tl.arange(0, ROWS), first + tl.arange(0, TOKENS)
-    mine = (p < first + n) & (p >= 0) & (p < n_pairs)
-    row = p
-    if GATHER:
-        row = tl.load(row_of + p, mask=mine, other=-1)
-    known = mine & (row >= 0) & (row < n_x)
-    row = tl.where(known, row, 0)
-    of_x, of_s = x + offset64(row, x_row)[:, None], x_scale + offset64(row, xs_row)
-    held = offset64(tl.minimum(n_row, N - 1), w_row)[:, None]  # rows past N are read again and not stored
-    of_w, of_v = w + offset64(slot, w_slot) + held, v + offset64(slot, w_slot) + held
-    at = offset64(slot, s_slot) + offset64(begin // _GROUP, s_row)
-    w_scale, v_scale = w_scale + at, v_scale + at
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    acc2 = acc
-    for step in range(0, tl.cdiv(Kd, _GROUP)):
-        k = step * _GROUP + tl.arange(0, _GROUP)[None, :]
-        if EVEN:
-            b, a = tl.load(of_x + k, mask=known[:, None], other=0.0), tl.load(of_w + k)
-        else:
-            b = tl.load(of_x + k, mask=known[:, None] & (k < Kd), other=0.0)
-            a = tl.load(of_w + k, mask=k < Kd, other=0.0)
-        s = tl.load(of_s + step, mask=known, other=0)
-        acc = acc + _chain(b, a, INTERPRET) * (tl.load(w_scale + step) * s)[None, :]
+@jit
+def _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, x_scale, w, w_scale, v,
+           v_scale, out, out_scale, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step, bias_row,
+           x_row, xs_row, out_stride, hs_row, w_slot, w_row, s_slot, s_row, GATHER: tl.constexpr,
+           SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
+           NAMED: tl.constexpr, WEIGHED: tl.constexpr, INNER: tl.constexpr, CUBE: tl.constexpr, EVEN: tl.constexpr,
+           BESIDE: tl.constexpr, QUANTISE: tl.constexpr, HOW: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
+           TOKENS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
+    """One (tile of tokens, block of ROWS weight rows, or of ROWS rows of gate and as many of up)."""
+    tile, slot, first, n, begin = place(tiles, n_tiles, N, piece, ROWS, TOGETHER)
+    if (slot >= 0) & (slot < n_slots) & (n > 0):
+        p, mine, row, known = pairs_of(row_of, first, n, n_pairs, n_x, TOKENS, GATHER)
+        of_x = x + offset64(row, x_row)[:, None]
+        of_s, beside = x_scale + offset64(row, xs_row), x_scale + tl.minimum(tl.maximum(first, -TOKENS), n_pairs)
+        n_row = begin + tl.arange(0, ROWS)
+        at = offset64(slot, s_slot) + offset64(begin // _GROUP, s_row)
+        w_scale, v_scale = w_scale + at, v_scale + at
+        held, of_up = weight_rows(begin, N, ROWS, GATED)
+        of_w = either(w, v, offset64(slot, w_slot) + offset64(held, w_row), of_up, GATED)
+        acc = tl.zeros((2 * ROWS if GATED else ROWS, TOKENS), tl.float32)
+        for step in range(0, tl.cdiv(Kd, _GROUP)):
+            k = step * _GROUP + tl.arange(0, _GROUP)[None, :]
+            if EVEN:
+                b, a = tl.load(of_x + k, mask=known[:, None], other=0.0), tl.load(of_w + k)
+            else:
+                b = tl.load(of_x + k, mask=known[:, None] & (k < Kd), other=0.0)
+                a = tl.load(of_w + k, mask=k < Kd, other=0.0)
+            if BESIDE:
+                s = tl.load(beside + tl.arange(0, TOKENS))[None, :]
+                beside += xs_row
+            else:
+                s = tl.load(of_s + step, mask=known, other=0)[None, :]
+            if GATED:
+                scale = tl.where(of_up, tl.load(v_scale + step), tl.load(w_scale + step)) * s
+            else:
+                scale = tl.load(w_scale + step) * s
+            acc = fma(_chain(b, a, INTERPRET), scale, acc)
         if GATED:
-            a2 = tl.load(of_v + k) if EVEN else tl.load(of_v + k, mask=k < Kd, other=0.0)
-            acc2 = acc2 + _chain(b, a2, INTERPRET) * (tl.load(v_scale + step) * s)[None, :]
-    to = p
-    if SLOTS > 0:
-        to = tl.load(out_row + p, mask=mine, other=0) * SLOTS + tl.load(out_slot + p, mask=mine, other=0)
-    here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
-    if QUANTISE:
-        h = to_f32(gated(acc, acc2, limit, HIDDEN, LIMIT, GELU, INNER, CUBE))
-        h = tl.where((n_row < N)[:, None], h, 0.0)
-        amax = tl.max(tl.where(h == h, tl.abs(h), 0.0), 0, keep_dims=True)
-        code, d = fp8_codes(h, amax, 0.0, HOW, False)
-        tl.store(here, tl.trans(code), mask=mine[:, None])  # to the group's end, where N is no multiple of it
-        tl.store(out_scale + offset64(to, hs_row) + begin // _GROUP, tl.reshape(d, [TOKENS]), mask=mine)
+            acc, acc2 = parted(acc, ROWS)
+        if BIASED:
+            of_bias = owner(whose, whose_step, tile, slot, NAMED)
+            acc = biased(acc, bias, of_bias, bias_row, n_row, N)
+            if GATED:
+                acc2 = biased(acc2, bias2, of_bias, bias_row, n_row, N)
+        to = sent(p, mine, out_row, out_slot, slots, SCATTER)
+        here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
+        if QUANTISE:
+            h = to_f32(hidden(acc, acc2, pair_weight, p, mine, limit, alpha, HIDDEN, LIMIT, GELU, WEIGHED, INNER,
+                              CUBE))  # fmt: skip
+            h = tl.where((n_row < N)[:, None], h, 0.0)
+            amax = tl.max(tl.where(h == h, tl.abs(h), 0.0), 0, keep_dims=True)
+            code, d = fp8_codes(h, amax, 0.0, HOW, False)
+            tl.store(here, tl.trans(code), mask=mine[:, None])  # to the group's end, where N is no multiple of it
+            tl.store(out_scale + offset64(to, hs_row) + begin // _GROUP, tl.reshape(d, [TOKENS]), mask=mine)
+        else:
+            stored: tl.constexpr = out.dtype.element_ty
+            if GATED:
+                result = hidden(acc, acc2, pair_weight, p, mine, limit, alpha, stored, LIMIT, GELU, WEIGHED, INNER,
+                                CUBE)  # fmt: skip
+            else:
+                result = round_to(acc, stored)
+            tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
+
+
+@jit(do_not_specialize=["n_pieces", "n_tiles", "n_slots", "n_x", "n_pairs", "limit", "alpha", "slots", "whose_step",
+                        "bias_row", "xs_row", "hs_row", "s_slot", "s_row"])  # fmt: skip
+def _grouped_fp8(x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, x_scale, w, w_scale, v,
+                 v_scale, out, out_scale, n_pieces, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots,
+                 whose_step, bias_row, x_row, xs_row, out_stride, hs_row, w_slot, w_row, s_slot, s_row,
+                 GATHER: tl.constexpr, SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+                 LIMIT: tl.constexpr, BIASED: tl.constexpr, NAMED: tl.constexpr, WEIGHED: tl.constexpr,
+                 INNER: tl.constexpr, CUBE: tl.constexpr, EVEN: tl.constexpr, BESIDE: tl.constexpr,
+                 QUANTISE: tl.constexpr, HOW: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
+                 TOKENS: tl.constexpr, TOGETHER: tl.constexpr, RESIDENT: tl.constexpr):  # fmt: skip
+    """Program = a piece, or (RESIDENT) every so-many-th."""
+    if RESIDENT:
+        for piece in range(tl.program_id(0), n_pieces, tl.num_programs(0)):
+            _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, x_scale, w, w_scale,
+                   v, v_scale, out, out_scale, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step,
+                   bias_row, x_row, xs_row, out_stride, hs_row, w_slot, w_row, s_slot, s_row, GATHER, SCATTER, GATED,
+                   GELU, LIMIT, BIASED, NAMED, WEIGHED, INNER, CUBE, EVEN, BESIDE, QUANTISE, HOW, HIDDEN, ROWS,
+                   TOKENS, TOGETHER)  # fmt: skip
     else:
-        stored: tl.constexpr = out.dtype.element_ty
-        result = gated(acc, acc2, limit, stored, LIMIT, GELU, INNER, CUBE) if GATED else round_to(acc, stored)
-        tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
+        _piece(tl.program_id(0), x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, x_scale, w,
+               w_scale, v, v_scale, out, out_scale, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots,
+               whose_step, bias_row, x_row, xs_row, out_stride, hs_row, w_slot, w_row, s_slot, s_row, GATHER, SCATTER,
+               GATED, GELU, LIMIT, BIASED, NAMED, WEIGHED, INNER, CUBE, EVEN, BESIDE, QUANTISE, HOW, HIDDEN, ROWS,
+               TOKENS, TOGETHER)  # fmt: skip
 
 
 def fp8_gate_up(
@@ -120,20 +180,20 @@ def fp8_gate_up(
     work: WorkList,
     h: Tensor | Fp8Rows,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
-    hidden: torch.dtype = torch.bfloat16,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
+    stored: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> Tensor | Fp8Rows:
     """Write act(gate row) * up row for every pair of the work list (Triton) and return `h`.
 
     `h`: floats [P, N], or `Fp8Rows` (codes [P, N up to a multiple of 128]): then gate, up and their product are rounded
-    to `hidden` (bf16 or fp16) first, so that fused and unfused have the same bits. `row_of`, `gelu`, `limit` as in
-    `grouped_gate_up`. LabError for shapes, strides, devices or formats that disagree.
+    to `stored` (bf16 or fp16) first, so that fused and unfused have the same bits. `row_of`, `how`, `biases` as in
+    `grouped_gate_up`. `tile.rows`: of each of the two matrices. LabError for shapes, strides, devices or formats that
+    disagree.
     """
-    check_gated(gate, up, limit)
-    _check("fp8_gate_up", x, row_of, gate, work, h, None)
-    _launch("fp8_gate_up", x, row_of, gate, work, h, None, tile, up=up, gelu=gelu, limit=limit, hidden=hidden)
+    mode = _check_gate_up(x, row_of, gate, up, work, h, how, biases)
+    _launch("fp8_gate_up", x, row_of, (gate, up), work, h, None, tile, biases or (), how, mode, stored)
     return h
 
 
@@ -145,12 +205,13 @@ def fp8_product(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Write W @ x[row_of[p]] for every pair of the work list (Triton), rounded once to out's dtype, to row p of out or
-    where `to` says (as `grouped_product`)."""
-    _check("fp8_product", x, row_of, w, work, out, to)
-    _launch("fp8_product", x, row_of, w, work, out, to, tile)
+    """Write W @ x[row_of[p]] (+ bias) for every pair of the work list (Triton), rounded once to out's dtype, to row p
+    of out or where `to` says (as `grouped_product`)."""
+    biases = _check_product(x, row_of, w, work, out, to, bias)
+    _launch("fp8_product", x, row_of, (w, w), work, out, to, tile, biases, None, "none", torch.bfloat16)
     return out
 
 
@@ -162,23 +223,23 @@ def fp8_gate_up_ref(
     work: WorkList,
     h: Tensor | Fp8Rows,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
-    hidden: torch.dtype = torch.bfloat16,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
+    stored: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> Tensor | Fp8Rows:
     """The same in torch."""
-    check_gated(gate, up, limit)
-    _check("fp8_gate_up", x, row_of, gate, work, h, None)
-    for pairs, rows, slot in _tiles_of(x, row_of, work, gate, _pairs(h, None)):
-        dtype = hidden if isinstance(h, Fp8Rows) else h.dtype
-        g, u = (_rows_ref(rows, w, slot).to(dtype) for w in (gate, up))
-        value = (geglu_ref if gelu else swiglu_ref)(g, u, limit=limit)
+    _check_gate_up(x, row_of, gate, up, work, h, how, biases)
+    values, dtype = _values(x, gate), stored if isinstance(h, Fp8Rows) else h.dtype
+    for part in parts(row_of, len(values), work, len(gate.data), _pairs(h, None)):
+        sums = (_rows_ref(values, x, part, w) for w in (gate, up))
+        g, u = (with_bias(s, biases or (), i, part).to(dtype) for i, s in enumerate(sums))
+        value = hidden_rows_ref(g, u, of_part(how, part))
         if isinstance(h, Fp8Rows):
             padded = torch.nn.functional.pad(value, (0, h.codes.shape[1] - value.shape[1]))
-            h.codes[pairs], h.scale[pairs] = quantize_fp8_ref(padded)
+            h.codes[part.pairs], h.scale[part.pairs] = quantize_fp8_ref(padded)
         else:
-            h[pairs] = value
+            h[part.pairs] = value
     return h
 
 
@@ -190,14 +251,32 @@ def fp8_product_ref(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch."""
-    _check("fp8_product", x, row_of, w, work, out, to)
-    for pairs, rows, slot in _tiles_of(x, row_of, work, w, _pairs(out, to)):
-        at = pairs if to is None else (to.row[pairs] * to.slots + to.slot[pairs]).long()
-        out[at] = _rows_ref(rows, w, slot).to(out.dtype)
+    biases, values = _check_product(x, row_of, w, work, out, to, bias), _values(x, w)
+    for part in parts(row_of, len(values), work, len(w.data), _pairs(out, to)):
+        out[places(part, to)] = with_bias(_rows_ref(values, x, part, w), biases, 0, part).to(out.dtype)
     return out
+
+
+def _values(x: Fp8Rows, w: Weight) -> Tensor:
+    return e4m3_values(x.codes.view(torch.uint8))[:, : w.kd]
+
+
+def _rows_ref(values: Tensor, x: Fp8Rows, part: Part, w: Weight) -> Tensor:
+    """fp32 [n, N]: 128 after 128 values."""
+    rows, scale = part.rows(values), part.rows(x.scale)
+    assert w.scales is not None
+    codes, steps = e4m3_values(w.data[part.slot]), w.scales[part.slot].float()
+    steps = steps.repeat_interleave(GROUP, 0)[: w.data.shape[1]]
+    acc = torch.zeros(len(rows), len(codes), device=rows.device)
+    for i in range(-(-w.kd // GROUP)):
+        span = slice(i * GROUP, (i + 1) * GROUP)
+        chain = (rows[:, span].double() @ codes[:, span].double().T).float()
+        acc = fma_ref(chain, steps[:, i] * scale[:, i, None], acc)
+    return acc
 
 
 def _pairs(out: Tensor | Fp8Rows, to: Scatter | None) -> int:
@@ -206,53 +285,32 @@ def _pairs(out: Tensor | Fp8Rows, to: Scatter | None) -> int:
     return len(out.codes) if isinstance(out, Fp8Rows) else len(out)
 
 
-def _tiles_of(x: Fp8Rows, row_of: Tensor | None, work: WorkList, w: Weight, pairs: int) -> Iterator[tuple]:
-    """(pairs, (values, scales) of their rows, slot) of each tile; rows that do not exist are zero."""
-    values = e4m3_values(x.codes.view(torch.uint8))[:, : w.kd]
-    for slot, first, n in work.tiles.tolist():
-        begin, end = max(first, 0), min(first + n, pairs)
-        if 0 <= slot < len(w.data) and begin < end:
-            p = torch.arange(begin, end, device=x.codes.device)
-            row = p if row_of is None else row_of[p].long()
-            known = (row >= 0) & (row < len(values))
-            row = torch.where(known, row, 0)
-            yield p, tuple(t[row].masked_fill(~known[:, None], 0) for t in (values, x.scale)), slot
+def _check_gate_up(x: Fp8Rows, row_of: Tensor | None, gate: Weight, up: Weight, work: WorkList, h: Tensor | Fp8Rows,
+                   how: Gate, biases: Biases | None) -> str:  # fmt: skip
+    """The kernels' LIMIT, once everything fits."""
+    check_alike("fp8_gate_up", gate, up)
+    _check("fp8_gate_up", x, row_of, gate, work, h, None, biases or ())
+    return check_gate("fp8_gate_up", how, _pairs(h, None))
 
 
-def _rows_ref(rows: tuple[Tensor, Tensor], w: Weight, slot: int) -> Tensor:
-    """fp32 [pairs, N]: 128 after 128 values."""
-    values, scale = rows
-    assert w.scales is not None
-    codes, steps = e4m3_values(w.data[slot]), w.scales[slot].float().repeat_interleave(GROUP, 0)[: w.data.shape[1]]
-    acc = torch.zeros(len(values), len(codes), device=values.device)
-    for i in range(-(-w.kd // GROUP)):
-        part = slice(i * GROUP, (i + 1) * GROUP)
-        chain = (values[:, part].double() @ codes[:, part].double().T).float()
-        acc = acc + chain * (steps[:, i] * scale[:, i, None])
-    return acc
+def _check_product(x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
+                   bias: Tensor | None) -> Biases:  # fmt: skip
+    biases = () if bias is None else (bias,)
+    _check("fp8_product", x, row_of, w, work, out, to, biases)
+    return biases
 
 
 def _check(op: str, x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor | Fp8Rows,
-           to: Scatter | None) -> None:  # fmt: skip
+           to: Scatter | None, biases: Biases) -> None:  # fmt: skip
     """Everything that shapes, dtypes and strides can tell."""
     if w.format != "fp8_block":
         raise LabError(f"{op} multiplies fp8_block weights, got {w.format}; grouped_product multiplies others.")
     check_weight(op, w)
-    groups, pairs, n = -(-w.kd // GROUP), _pairs(out, to), w.data.shape[1]
+    groups, n = -(-w.kd // GROUP), w.data.shape[1]
     expect(op, "codes", x.codes, [torch.float8_e4m3fn], ["R", groups * GROUP])
     expect(op, "scale", x.scale, [torch.float32], [len(x.codes), groups])
-    for name, t, shape in (
-        ("row_of", row_of, [pairs]),
-        ("row", to and to.row, [pairs]),
-        ("slot", to and to.slot, [pairs]),
-        ("tiles", work.tiles, ["tiles", 3]),
-    ):
-        if t is not None:
-            expect(op, name, t, [torch.int32], shape)
-            expect_contiguous(op, name, t)
-    if work.tokens not in GATED_TILES or (to is not None and to.slots < 1):
-        known = ", ".join(map(str, GATED_TILES))
-        raise LabError(f"{op}: tiles of {work.tokens} rows, {to and to.slots} slots; wanted {known}, and at least 1.")
+    check_pairs(op, row_of, work, _pairs(out, to), to)
+    check_biases(op, biases, work, len(w.data), n)
     if isinstance(out, Fp8Rows):
         expect(op, "h.codes", out.codes, [torch.float8_e4m3fn], ["P", -(-n // GROUP) * GROUP])
         expect(op, "h.scale", out.scale, [torch.float32], [len(out.codes), -(-n // GROUP)])
@@ -266,38 +324,37 @@ def _parts(out: Tensor | Fp8Rows) -> tuple[Tensor, ...]:
     return tuple(out) if isinstance(out, Fp8Rows) else (out,)
 
 
-def _launch(op: str, x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor | Fp8Rows,
-            to: Scatter | None, tile: Tile | None, *, up: Weight | None = None, gelu: bool = False,
-            limit: float | None = None, hidden: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
-    """Both operations; `up` makes it the gated one."""
-    (row, slot, slots), v = to or (None, None, 0), up or w
+def _launch(op: str, x: Fp8Rows, row_of: Tensor | None, weights: tuple[Weight, Weight], work: WorkList,
+            out: Tensor | Fp8Rows, to: Scatter | None, tile: Tile | None, biases: Biases, how: Gate | None, mode: str,
+            stored: torch.dtype) -> None:  # fmt: skip
+    """Both operations; `how` makes it the gated one."""
+    w = weights[0]
     made, made_scale = (*_parts(out), x.scale)[:2]
     assert w.scales is not None
-    assert v.scales is not None
-    on = backend.serve(op, x=x.codes, row_of=row_of, row=row, slot=slot, w=w.data, scales=w.scales, tiles=work.tiles,
-                       out=made)  # fmt: skip
-    n = w.data.shape[1]
+    on = backend.serve(op, x=x.codes, **named(row_of, work, to, biases, how), w=w.data, scales=w.scales, out=made)
+    n, quantise = w.data.shape[1], isinstance(out, Fp8Rows)
     if not len(work.tiles) or not n:
         return
-    table = PLAIN_TILES if up is None else GATED_TILES
-    tile = tile or (Tile(GROUP, 4, 1) if on == "interpreter" else table[work.tokens])
-    quantise = isinstance(out, Fp8Rows)
+    if tile is None:
+        tile, kernel = fp8_tile_for(work.tokens, how is not None, quantise, on), f"grouped_fp8{'_hidden' * quantise}"
+        tile = cut(kernel, tile, made.device, w.format, work.tokens, gated=how is not None, n=n, kd=w.kd)
     if tile.rows > GROUP or (quantise and tile.rows != GROUP):
         raise LabError(f"{op}: a tile of {tile.rows} weight rows; a scale serves {GROUP}.")
     bits = torch.uint8 if on == "interpreter" else torch.float8_e4m3fn  # the interpreter knows no e4m3
-    store = torch.uint8 if quantise else made.dtype
-    dtype = tl.float16 if hidden == torch.float16 else tl.bfloat16
+    matrices = [t for m in weights for t in (m.data.view(bits), m.scales)]
+    around, pieces = ends(row_of, work, to, biases, how, mode), len(work.tiles) * -(-n // tile.rows)
+    beside = work.tokens >= FROM_TOKENS
+    scale = sides(x.scale, row_of, _pairs(out, to)) if beside else x.scale
     backend.launch(
         _grouped_fp8,
-        (len(work.tiles) * -(-n // tile.rows),),
-        *(x.codes.view(bits), x.scale, work.tiles if row_of is None else row_of, made.view(store), made_scale),
-        *(*(work.tiles if i is None else i for i in (row, slot)), work.tiles),
-        *(w.data.view(bits), w.scales, v.data.view(bits), v.scales),
-        *(n, w.kd, len(work.tiles), len(w.data), len(x.codes), _pairs(out, to)),
-        *(0.0 if limit is None else limit, x.codes.stride(0), x.scale.stride(0), made.stride(0), made_scale.stride(0)),
-        *(*w.data.stride()[:2], *w.scales.stride()[:2], w.kd % GROUP == 0, up is not None, gelu, limit is not None),
-        *(row_of is not None, slots, quantise, LAYOUTS["fp8"].way, dtype, GELU_INNER, GELU_CUBE),
-        *(tile.rows, work.tokens, tile.group),
+        (programs(pieces, tile, on, made.device),),
+        *(x.codes.view(bits), *around.pointers, scale, *matrices),
+        *(made.view(torch.uint8 if quantise else made.dtype), made_scale, pieces, n, w.kd, len(work.tiles)),
+        *(len(w.data), len(x.codes), _pairs(out, to), *around.scalars, x.codes.stride(0), scale.stride(0)),
+        *(made.stride(0), made_scale.stride(0), *w.data.stride()[:2], *w.scales.stride()[:2], *around.constants),
+        *(w.kd % GROUP == 0, beside, quantise, LAYOUTS["fp8"].way),
+        tl.float16 if stored == torch.float16 else tl.bfloat16,
+        *(tile.rows, work.tokens, tile.group, tile.resident > 0),
         device=made.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -3,8 +3,10 @@
 P pairs sorted by expert, S weight slots of [N, Kd]. A tile of the work list is at most `work.tokens` pairs of one slot;
 a program multiplies it with `Tile.rows` weight rows. Two operations of one body:
 
-    grouped_gate_up   h[p] = act(gate @ x[row_of[p]]) * (up @ x[row_of[p]])      rows gathered as they are loaded
-    grouped_product   out[token * slots + slot of p] = W @ x[row_of[p]]          rows scattered as they are stored
+    grouped_gate_up   h[p] = act(gate @ x[row_of[p]] (+ bias)) * (up @ x[row_of[p]] (+ bias)) (times the pair's weight)
+    grouped_product   out[token * slots + slot of p] = W @ x[row_of[p]] (+ bias)
+
+Rows are gathered as they are loaded and scattered as they are stored.
 
 Weights are the instruction's M side (64 rows or more) and tokens its N side, so one kind of tensor-core instruction
 serves one row and hundreds, and a row's bits depend neither on the tile nor on what else is in the batch: each output
@@ -19,31 +21,40 @@ Knows nothing about routing, residency or weights of experts. Pairs in no tile k
 """
 # pyright: reportGeneralTypeIssues=false
 
-from collections.abc import Iterator
-
-import torch
-
-from moe_lab._types import Int32, Tensor
+from moe_lab._types import Float, Int32, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.grouped.body import gated, place
-from moe_lab_kernels.grouped.operands import Scatter, Weight, check_call, check_gated, values_ref
+from moe_lab_kernels.grouped.body import (
+    biased,
+    either,
+    hidden,
+    owner,
+    pairs_of,
+    parted,
+    place,
+    sent,
+    weight_rows,
+)
+from moe_lab_kernels.grouped.launching import Biases, ends, named, of_part, parts, places, programs, with_bias
+from moe_lab_kernels.grouped.operands import Scatter, Weight, check_alike, check_biases, check_call, values_ref
 from moe_lab_kernels.grouped.staged import STAGED, staged_values, staged_words, why_not_staged
 from moe_lab_kernels.grouped.steps import STEPS, block_values, scaled_values
 from moe_lab_kernels.grouped.tiles import Tile, WorkList, tile_for
+from moe_lab_kernels.launch.table import cut
 from moe_lab_kernels.primitives import INTERPRET, offset64, round_to, to_f32
-from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, geglu_ref, swiglu_ref
+from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows_ref
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS
 
 PLAIN = ("", "", "none", 32, 1)  # code, scale, second, group, rows of a format without separate scales
+SILU = Gate()
 
 
 @jit
-def _weights(w, scale, second, n_row, step, j: tl.constexpr, Kd, s_row, g_row, like, FORMAT: tl.constexpr,
-             CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
-             STEP: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Values [R, PART] in the dtype of `like`: part j of step `step`; zero past Kd. w: pointers [R, 1] to rows."""
+def _weights(w, scale, second, step, j: tl.constexpr, Kd, like, FORMAT: tl.constexpr, CODE: tl.constexpr,
+             SCALE: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr,
+             EVEN: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Values [R, PART] in the dtype of `like`: part j of step `step`; zero past Kd. Pointers [R, 1] to rows."""
     lane = tl.arange(0, PART)[None, :]
     k = step * STEP + j * PART
     if FORMAT == "bf16" or FORMAT == "f16":
@@ -52,10 +63,7 @@ def _weights(w, scale, second, n_row, step, j: tl.constexpr, Kd, s_row, g_row, l
     elif CODE == "":
         out = round_to(block_values(w, step, j, lane, FORMAT, NATIVE), like)
     else:
-        of_scale, of_second = scale + offset64(n_row // SHARED, s_row), second
-        if SECOND == "bias":
-            of_second = second + offset64(n_row, g_row)
-        v = scaled_values(w, of_scale, of_second, k, lane, Kd, CODE, SCALE, SECOND, GROUP, EVEN)
+        v = scaled_values(w, scale, second, k, lane, Kd, CODE, SCALE, SECOND, GROUP, EVEN)
         out = round_to(v if EVEN else tl.where(k + lane < Kd, v, 0), like)
     return out
 
@@ -70,85 +78,107 @@ def _add_product(acc, a, b):
     return acc
 
 
+@jit
+def _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, w, w_scale, w_second, v,
+           v_scale, v_second, out, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step, bias_row,
+           x_row, out_stride, w_slot, w_row, s_slot, s_row, g_slot, g_row, GATHER: tl.constexpr,
+           SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
+           NAMED: tl.constexpr, WEIGHED: tl.constexpr, INNER: tl.constexpr, CUBE: tl.constexpr, FORMAT: tl.constexpr,
+           CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+           STEP: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+           TOGETHER: tl.constexpr, STAGED: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """One (tile of tokens, block of ROWS weight rows, or of ROWS rows of gate and as many of up)."""
+    tile, slot, first, n, begin = place(tiles, n_tiles, N, piece, ROWS, TOGETHER)
+    if (slot >= 0) & (slot < n_slots) & (n > 0):
+        n_row = begin + tl.arange(0, ROWS)
+        p, mine, row, exists = pairs_of(row_of, first, n, n_pairs, n_x, TOKENS, GATHER)
+        known = exists[:, None]
+        of_x = x + offset64(row[:, None], x_row)
+        held, of_up = weight_rows(begin, N, ROWS, GATED)
+        of_w = either(w, v, offset64(slot, w_slot) + offset64(held, w_row), of_up, GATED)
+        of_scale = either(w_scale, v_scale, offset64(slot, s_slot) + offset64(held // SHARED, s_row), of_up, GATED)
+        at_second = offset64(held, g_row) if SECOND == "bias" else 0 * offset64(held, 1)
+        of_second = either(w_second, v_second, offset64(slot, g_slot) + at_second, of_up, GATED)
+        acc = tl.zeros((2 * ROWS if GATED else ROWS, TOKENS), tl.float64 if INTERPRET else tl.float32)
+        like: tl.constexpr = x.dtype.element_ty
+        if STAGED:
+            # Carried from turn to turn, weights are an operand that the compiler puts into shared memory: threads
+            # decode in the layout of the words, and a product need not wait until its registers are free again.
+            last = tl.cdiv(Kd, STEP) - 1
+            raw = staged_words(of_w, of_scale, 0, Kd, FORMAT, EVEN)
+            coming = staged_words(of_w, of_scale, tl.minimum(STAGED - 1, last), Kd, FORMAT, EVEN)
+            a = staged_values(raw, 0, like, FORMAT, NATIVE)
+            for step in range(0, last + 1):
+                raw = coming  # words of STAGED steps are on their way
+                coming = staged_words(of_w, of_scale, tl.minimum(step + STAGED, last), Kd, FORMAT, EVEN)
+                if STAGED == 1:
+                    raw = coming
+                for j in tl.static_range(STEP // PART):
+                    k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
+                    b = tl.trans(tl.load(of_x + k, mask=known if EVEN else known & (k < Kd), other=0))
+                    acc = _add_product(acc, a[j], b)
+                a = staged_values(raw, tl.minimum(step + 1, last), like, FORMAT, NATIVE)
+        else:
+            for step in range(0, tl.cdiv(Kd, STEP)):
+                for j in tl.static_range(STEP // PART):
+                    k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
+                    if EVEN:
+                        b = tl.trans(tl.load(of_x + k, mask=known, other=0))
+                    else:
+                        b = tl.trans(tl.load(of_x + k, mask=known & (k < Kd), other=0))
+                    a = _weights(of_w, of_scale, of_second, step, j, Kd, like, FORMAT, CODE, SCALE, SECOND, GROUP,
+                                 STEP, PART, EVEN, NATIVE)  # fmt: skip
+                    acc = _add_product(acc, a, b)
+        stored: tl.constexpr = out.dtype.element_ty
+        if not INTERPRET:
+            # Asked for again, so that none of it lives through the loop (biases and 128 pairs spilled 32 bytes).
+            tile, slot, first, n, begin = place(tiles, n_tiles, N, piece, ROWS, TOGETHER)
+            n_row = begin + tl.arange(0, ROWS)
+            p, mine, row, exists = pairs_of(row_of, first, n, n_pairs, n_x, TOKENS, GATHER)
+        of_bias = owner(whose, whose_step, tile, slot, NAMED)
+        sums = acc.to(tl.float32)
+        if GATED:
+            sums, sums2 = parted(sums, ROWS)
+            if BIASED:
+                sums = biased(sums, bias, of_bias, bias_row, n_row, N)
+                sums2 = biased(sums2, bias2, of_bias, bias_row, n_row, N)
+            result = hidden(sums, sums2, pair_weight, p, mine, limit, alpha, stored, LIMIT, GELU, WEIGHED, INNER, CUBE)
+        else:
+            if BIASED:
+                sums = biased(sums, bias, of_bias, bias_row, n_row, N)
+            result = round_to(sums, stored)
+        to = sent(p, mine, out_row, out_slot, slots, SCATTER)
+        here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
+        tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
+
+
 # N, Kd and the strides of rows and slots decide how wide loads and stores are (N by way of the stores' mask); nothing
 # else is worth a compilation of its own.
-@jit(do_not_specialize=["n_tiles", "n_slots", "n_x", "n_pairs", "limit", "s_slot", "s_row", "g_slot", "g_row"])
-def _grouped(x, row_of, out, out_row, out_slot, tiles, w, w_scale, w_second, v, v_scale, v_second, N, Kd, n_tiles,
-             n_slots, n_x, n_pairs, limit, x_row, out_stride, w_slot, w_row, s_slot, s_row, g_slot, g_row,
-             FORMAT: tl.constexpr, CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr,
-             SHARED: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-             GELU: tl.constexpr, LIMIT: tl.constexpr, GATHER: tl.constexpr, SLOTS: tl.constexpr, INNER: tl.constexpr,
-             CUBE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
-             STAGED: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (tile of tokens, block of weight rows)."""
-    slot, first, n, begin = place(tiles, n_tiles, N, ROWS, TOGETHER)
-    if (slot < 0) | (slot >= n_slots) | (n <= 0):
-        return
-    n_row = begin + tl.arange(0, ROWS)
-    p = first + tl.arange(0, TOKENS)
-    mine = (p < first + n) & (p >= 0) & (p < n_pairs)
-    row = p
-    if GATHER:
-        row = tl.load(row_of + p, mask=mine, other=-1)
-    known = (mine & (row >= 0) & (row < n_x))[:, None]
-    of_x = x + offset64(tl.where(known, row[:, None], 0), x_row)
-    held = tl.minimum(n_row, N - 1)[:, None]  # rows past N are read again and not stored
-    of_w = w + offset64(slot, w_slot) + offset64(held, w_row)
-    of_v = v + offset64(slot, w_slot) + offset64(held, w_row)
-    w_scale, v_scale = w_scale + offset64(slot, s_slot), v_scale + offset64(slot, s_slot)
-    w_second, v_second = w_second + offset64(slot, g_slot), v_second + offset64(slot, g_slot)
-    acc = tl.zeros((ROWS, TOKENS), tl.float64 if INTERPRET else tl.float32)
-    acc2 = acc
-    like: tl.constexpr = x.dtype.element_ty
-    if STAGED:
-        # Carried from turn to turn, weights are an operand that the compiler puts into shared memory: threads decode in
-        # the layout of the words, and a product need not wait until its registers are free again.
-        last = tl.cdiv(Kd, STEP) - 1
-        w_scale, v_scale = w_scale + offset64(held // SHARED, s_row), v_scale + offset64(held // SHARED, s_row)
-        raw = staged_words(of_w, w_scale, 0, Kd, FORMAT, EVEN)
-        a = staged_values(raw, 0, like, FORMAT, NATIVE)
-        if GATED:
-            raw2 = staged_words(of_v, v_scale, 0, Kd, FORMAT, EVEN)
-            a2 = staged_values(raw2, 0, like, FORMAT, NATIVE)
-        for step in range(0, last + 1):
-            ahead = tl.minimum(step + 1, last)
-            raw = staged_words(of_w, w_scale, ahead, Kd, FORMAT, EVEN)
-            if GATED:
-                raw2 = staged_words(of_v, v_scale, ahead, Kd, FORMAT, EVEN)
-            for j in tl.static_range(STEP // PART):
-                k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
-                b = tl.trans(tl.load(of_x + k, mask=known if EVEN else known & (k < Kd), other=0))
-                acc = _add_product(acc, a[j], b)
-                if GATED:
-                    acc2 = _add_product(acc2, a2[j], b)
-            a = staged_values(raw, ahead, like, FORMAT, NATIVE)
-            if GATED:
-                a2 = staged_values(raw2, ahead, like, FORMAT, NATIVE)
+@jit(do_not_specialize=["n_pieces", "n_tiles", "n_slots", "n_x", "n_pairs", "limit", "alpha", "slots", "whose_step",
+                        "bias_row", "s_slot", "s_row", "g_slot", "g_row"])  # fmt: skip
+def _grouped(x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, w, w_scale, w_second, v, v_scale,
+             v_second, out, n_pieces, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step,
+             bias_row, x_row, out_stride, w_slot, w_row, s_slot, s_row, g_slot, g_row, GATHER: tl.constexpr,
+             SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
+             BIASED: tl.constexpr, NAMED: tl.constexpr, WEIGHED: tl.constexpr, INNER: tl.constexpr,
+             CUBE: tl.constexpr, FORMAT: tl.constexpr, CODE: tl.constexpr, SCALE: tl.constexpr, SECOND: tl.constexpr,
+             GROUP: tl.constexpr, SHARED: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr,
+             ROWS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr, STAGED: tl.constexpr,
+             RESIDENT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Program = a piece, or (RESIDENT) every so-many-th."""
+    if RESIDENT:
+        for piece in range(tl.program_id(0), n_pieces, tl.num_programs(0)):
+            _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, w, w_scale, w_second,
+                   v, v_scale, v_second, out, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step,
+                   bias_row, x_row, out_stride, w_slot, w_row, s_slot, s_row, g_slot, g_row, GATHER, SCATTER, GATED,
+                   GELU, LIMIT, BIASED, NAMED, WEIGHED, INNER, CUBE, FORMAT, CODE, SCALE, SECOND, GROUP, SHARED, STEP,
+                   PART, EVEN, ROWS, TOKENS, TOGETHER, STAGED, NATIVE)  # fmt: skip
     else:
-        for step in range(0, tl.cdiv(Kd, STEP)):
-            for j in tl.static_range(STEP // PART):
-                k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
-                if EVEN:
-                    b = tl.trans(tl.load(of_x + k, mask=known, other=0))
-                else:
-                    b = tl.trans(tl.load(of_x + k, mask=known & (k < Kd), other=0))
-                a = _weights(of_w, w_scale, w_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE,
-                             SECOND, GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
-                acc = _add_product(acc, a, b)
-                if GATED:
-                    a2 = _weights(of_v, v_scale, v_second, held, step, j, Kd, s_row, g_row, like, FORMAT, CODE, SCALE,
-                                  SECOND, GROUP, SHARED, STEP, PART, EVEN, NATIVE)  # fmt: skip
-                    acc2 = _add_product(acc2, a2, b)
-    stored: tl.constexpr = out.dtype.element_ty
-    if GATED:
-        result = gated(acc.to(tl.float32), acc2.to(tl.float32), limit, stored, LIMIT, GELU, INNER, CUBE)
-    else:
-        result = round_to(acc.to(tl.float32), stored)
-    to = p
-    if SLOTS > 0:
-        to = tl.load(out_row + p, mask=mine, other=0) * SLOTS + tl.load(out_slot + p, mask=mine, other=0)
-    here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
-    tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
+        _piece(tl.program_id(0), x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, w, w_scale,
+               w_second, v, v_scale, v_second, out, N, Kd, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots,
+               whose_step, bias_row, x_row, out_stride, w_slot, w_row, s_slot, s_row, g_slot, g_row, GATHER, SCATTER,
+               GATED, GELU, LIMIT, BIASED, NAMED, WEIGHED, INNER, CUBE, FORMAT, CODE, SCALE, SECOND, GROUP, SHARED,
+               STEP, PART, EVEN, ROWS, TOKENS, TOGETHER, STAGED, NATIVE)  # fmt: skip
 
 
 def grouped_gate_up(
@@ -159,19 +189,19 @@ def grouped_gate_up(
     work: WorkList,
     out: Tensor,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Write h [P, N] = act(gate row) * up row for every pair of the work list (Triton).
 
     x [R, Kd] bf16 or fp16, any row stride; row_of[p]: the row that pair p uses (None: row p); gate and up of one
-    format, shape and strides; out [P, N] bf16, fp16 or fp32. SiLU, or with `gelu` the tanh form of GELU; `limit` clamps
-    first (`activation`). Returns `out`. LabError for shapes, strides, devices or formats that disagree.
+    format, shape and strides; out [P, N] bf16, fp16 or fp32. `how`: activation, clamp, the pairs' weights. `biases`: of
+    gate and up, alike, added to the fp32 sums; X = S, or `work.expert` says which tile has which row. Returns `out`.
+    LabError for shapes, strides, devices or formats that disagree.
     """
-    check_gated(gate, up, limit)
-    check_call("grouped_gate_up", x, row_of, gate, work, out, None)
-    _launch("grouped_gate_up", x, row_of, gate, work, out, None, tile, up=up, gelu=gelu, limit=limit)
+    mode = _check_gate_up(x, row_of, gate, up, work, out, how, biases)
+    _launch("grouped_gate_up", x, row_of, (gate, up), work, out, None, tile, biases or (), how, mode)
     return out
 
 
@@ -183,15 +213,16 @@ def grouped_product(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Write W @ x[row_of[p]] for every pair p of the work list (Triton), rounded once to out's dtype.
+    """Write W @ x[row_of[p]] (+ bias) for every pair p of the work list (Triton), rounded once to out's dtype.
 
     As `grouped_gate_up`. It goes to row p of out [P, N], or where `to` says: then out may have any number of rows, and
     the places are not checked.
     """
-    check_call("grouped_product", x, row_of, w, work, out, to)
-    _launch("grouped_product", x, row_of, w, work, out, to, tile)
+    biases = _check_product(x, row_of, w, work, out, to, bias)
+    _launch("grouped_product", x, row_of, (w, w), work, out, to, tile, biases, None, "none")
     return out
 
 
@@ -203,16 +234,16 @@ def grouped_gate_up_ref(
     work: WorkList,
     out: Tensor,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch, products in float64 and rounded once to fp32."""
-    check_gated(gate, up, limit)
-    check_call("grouped_gate_up", x, row_of, gate, work, out, None)
-    for pairs, rows, slot in _tiles_of(x, row_of, work, gate, len(out)):
-        g, u = (_rows_ref(rows, w, slot).to(out.dtype) for w in (gate, up))
-        out[pairs] = (geglu_ref if gelu else swiglu_ref)(g, u, limit=limit)
+    _check_gate_up(x, row_of, gate, up, work, out, how, biases)
+    for part in parts(row_of, len(x), work, len(gate.data), len(out)):
+        rows = part.rows(x)
+        g, u = (with_bias(_rows_ref(rows, w, part.slot), biases or (), i, part) for i, w in enumerate((gate, up)))
+        out[part.pairs] = hidden_rows_ref(g.to(out.dtype), u.to(out.dtype), of_part(how, part))
     return out
 
 
@@ -224,71 +255,66 @@ def grouped_product_ref(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch, the product in float64 and rounded once to fp32."""
-    check_call("grouped_product", x, row_of, w, work, out, to)
-    for pairs, rows, slot in _tiles_of(x, row_of, work, w, len(out) if to is None else len(to.row)):
-        at = pairs if to is None else (to.row[pairs] * to.slots + to.slot[pairs]).long()
-        out[at] = _rows_ref(rows, w, slot).to(out.dtype)
+    biases = _check_product(x, row_of, w, work, out, to, bias)
+    for part in parts(row_of, len(x), work, len(w.data), len(out) if to is None else len(to.row)):
+        sums = with_bias(_rows_ref(part.rows(x), w, part.slot), biases, 0, part)
+        out[places(part, to)] = sums.to(out.dtype)
     return out
-
-
-def _tiles_of(x: Tensor, row_of: Tensor | None, work: WorkList, w: Weight, pairs: int) -> Iterator[tuple]:
-    """(pairs, their rows of x, slot) of each tile; rows that do not exist are zero."""
-    for slot, first, n in work.tiles.tolist():
-        begin, end = max(first, 0), min(first + n, pairs)
-        if 0 <= slot < len(w.data) and begin < end:
-            p = torch.arange(begin, end, device=x.device)
-            row = p if row_of is None else row_of[p].long()
-            known = (row >= 0) & (row < len(x))
-            yield p, x[torch.where(known, row, 0)].masked_fill(~known[:, None], 0), slot
 
 
 def _rows_ref(rows: Tensor, w: Weight, slot: int) -> Tensor:
     return (rows.double() @ values_ref(w, slot, rows.dtype).double().T).float()
 
 
-def _launch(op: str, x: Tensor, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-            tile: Tile | None, *, up: Weight | None = None, gelu: bool = False,
-            limit: float | None = None) -> None:  # fmt: skip
-    """Both operations; `up` makes it the gated one."""
-    row, slot, slots = to or (None, None, 0)
-    on = backend.serve(
-        op,
-        x=x,
-        row_of=row_of,
-        row=row,
-        slot=slot,
-        w=w.data,
-        scales=w.scales,
-        second=w.second,
-        tiles=work.tiles,
-        out=out,
-    )
-    n, v, step, layout = w.data.shape[1], up or w, STEPS[w.format], LAYOUTS.get(w.format)
+def _check_gate_up(x: Tensor, row_of: Tensor | None, gate: Weight, up: Weight, work: WorkList, out: Tensor, how: Gate,
+                   biases: Biases | None) -> str:  # fmt: skip
+    """The kernels' LIMIT, once everything fits."""
+    op = "grouped_gate_up"
+    check_alike(op, gate, up)
+    check_call(op, x, row_of, gate, work, out, None)
+    check_biases(op, biases or (), work, len(gate.data), gate.data.shape[1])
+    return check_gate(op, how, len(out))
+
+
+def _check_product(x: Tensor, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
+                   bias: Tensor | None) -> Biases:  # fmt: skip
+    biases = () if bias is None else (bias,)
+    check_call("grouped_product", x, row_of, w, work, out, to)
+    check_biases("grouped_product", biases, work, len(w.data), w.data.shape[1])
+    return biases
+
+
+def _launch(op: str, x: Tensor, row_of: Tensor | None, weights: tuple[Weight, Weight], work: WorkList, out: Tensor,
+            to: Scatter | None, tile: Tile | None, biases: Biases, how: Gate | None, mode: str) -> None:  # fmt: skip
+    """Both operations; `how` makes it the gated one."""
+    w = weights[0]
+    of_w = {"w": w.data, "scales": w.scales, "second": w.second}
+    on = backend.serve(op, x=x, **named(row_of, work, to, biases, how), **of_w, out=out)
+    n, step, layout = w.data.shape[1], STEPS[w.format], LAYOUTS.get(w.format)
     if not len(work.tiles) or not n:
         return
     unstaged = why_not_staged(w, x.dtype)
-    tile = tile or tile_for(w.format, work.tokens, up is not None, on, unstaged is None)
+    if tile is None:
+        tile = tile_for(w.format, work.tokens, how is not None, on, unstaged is None)
+        tile = cut("grouped", tile, out.device, w.format, work.tokens, gated=how is not None, n=n, kd=w.kd)
     if tile.staged and unstaged is not None:
         raise LabError(f"{op}: {w.format} weights are not decoded by whole words {unstaged}; leave Tile.staged out.")
-    absent, matrices = w.data, [p for m in (w, v) for p in (m.data, m.scales, m.second)]
+    step = STAGED[w.format] if tile.staged else step
+    matrices = [w.data if p is None else p for m in weights for p in (m.data, m.scales, m.second)]
     strides = [s for p in (w.data, w.scales, w.second) for s in (*(() if p is None else p.stride()), 0, 0)[:2]]
-    if tile.staged:
-        step = STAGED[w.format]
     kind = PLAIN if layout is None else (layout.code, layout.scale, layout.second, layout.group, layout.rows)
+    around, pieces = ends(row_of, work, to, biases, how, mode), len(work.tiles) * -(-n // tile.rows)
     backend.launch(
         _grouped,
-        (len(work.tiles) * -(-n // tile.rows),),
-        *(x, *(work.tiles if i is None else i for i in (row_of,)), out),
-        *(*(work.tiles if i is None else i for i in (row, slot)), work.tiles),
-        *(absent if p is None else p for p in matrices),
-        *(n, w.kd, len(work.tiles), len(w.data), len(x), len(out) if row is None else len(row)),
-        *(0.0 if limit is None else limit, x.stride(0), out.stride(0), *strides),
-        *(w.format, *kind, *step, w.kd % step.values == 0, up is not None, gelu, limit is not None),
-        *(row_of is not None, slots, GELU_INNER, GELU_CUBE, tile.rows, work.tokens, tile.group, tile.staged),
-        backend.has_dp4a(on),
+        (programs(pieces, tile, on, out.device),),
+        *(x, *around.pointers, *matrices, out, pieces, n, w.kd, len(work.tiles), len(w.data), len(x)),
+        *(len(out) if to is None else len(to.row), *around.scalars, x.stride(0), out.stride(0), *strides),
+        *(*around.constants, w.format, *kind, *step, w.kd % step.values == 0, tile.rows, work.tokens, tile.group),
+        *(tile.staged, tile.resident > 0, backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

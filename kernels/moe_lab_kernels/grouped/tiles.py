@@ -22,47 +22,78 @@ CHUNK_ROWS = 8  # of a GEMV, whose chunks are tiles too
 
 
 class WorkList(NamedTuple):
-    """tiles int32 [tiles, 3]: (slot, first pair, rows <= tokens); `tokens` is one of TOKENS."""
+    """tiles int32 [tiles, 3]: (slot, first pair, rows <= tokens); `tokens` is one of TOKENS. `expert` int32 [tiles], of
+    any stride: whose biases a tile has (None: slots are experts)."""
 
     tiles: Tensor
     tokens: int
+    expert: Tensor | None = None
 
 
 class Tile(NamedTuple):
-    """How a program of the GEMM is cut: `rows` weight rows (a multiple of 64, so that the instruction is one), `warps`
-    (a multiple of four), `stages` steps in flight; `group` tiles of tokens share a walk over the weight rows. `staged`:
-    weights are decoded by whole words and multiplied out of shared memory (`staged.STAGED`), 16 rows a warp."""
+    """How a program of the GEMM is cut: `rows` weight rows (gated: of each matrix; in all a multiple of 64, so that the
+    instruction is one), `warps` (a multiple of four), `stages` steps in flight; `group` tiles of tokens share a walk
+    over the weight rows; `registers`: a thread's cap. `staged`: weights are decoded by whole words and multiplied out
+    of shared memory (`staged.STAGED`), 16 rows a warp, and the words of so many steps (1 or 2) are on their way.
+    `resident`: 0 for a program a piece of work, else a persistent grid of so many programs a multiprocessor."""
 
     rows: int
     warps: int
     stages: int
     group: int = 8
     registers: int | None = None
-    staged: bool = False
+    staged: int = 0
+    resident: int = 0
 
 
 # Measured on an H200 (triton 3.6), microseconds of gate + up and of down; (rows, warps, stages):
 #   bf16, qwen3-30b-a3b, T = 1, tiles of 16: (64, 4, 5) 16.7 and 9.0, (64, 4, 4) 17.9 and 9.2, (128, 8, 5) 18.6 gated
-#   T = 512, tiles of 64: (64, 4, 3) 207 gated, (64, 4, 4) 215, (128, 8, 4) 223, (128, 4, 4) 242; down within 2 %
-#   T = 2048, tiles of 128: (64, 4, 3) 301, (128, 8, 4) 304, (64, 8, 3) 306; down (128, 4, 3) 161, (128, 8, 3) 162
+#   T = 512, tiles of 64: (64, 4, 3) 205 gated, (64, 4, 4) 215, (128, 8, 4) 223, (128, 4, 4) 242; down within 2 %
+#   T = 2048, tiles of 128: (64, 4, 3) 300, (128, 8, 4) 304, (64, 8, 3) 306; down (128, 4, 3) 161, (128, 8, 3) 162
 #   deepseek-v3-like, T = 32 and 512: every tile of 16 or 32 rows within 3 %, as the bandwidth binds
-# Decoded formats follow q2_k and q3_k: 64 rows in 4 warps won up to 64 tokens; 8 warps hold 128 without spills.
+#   persistent grids lose everywhere: T = 512 205 and 110, with one program a multiprocessor 296 and 140, with two 220
+#   and 115; T = 2048 300 and 164, 470 and 238, 332 and 174; mxfp4_oss with three, T = 32: 131 and 63, 141 and 81
 GATED_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(64, 4, 3, 1), 128: Tile(64, 4, 3)}
 PLAIN_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(128, 4, 4), 128: Tile(128, 4, 3)}
+# Decoded in registers: eight warps hold gate and up in half the registers of four (q6_k 122 for 220).
+DECODED_GATED_TILES = {16: Tile(64, 8, 3, 1), 32: Tile(64, 8, 3, 1), 64: Tile(64, 8, 3, 1), 128: Tile(64, 8, 3)}
 DECODED_TILES = {16: Tile(64, 4, 3, 1), 32: Tile(64, 4, 3, 1), 64: Tile(64, 4, 3, 1), 128: Tile(128, 8, 3)}
-# Decoded by whole words (`staged`), us of qwen3's gate + up in q2_k and down in q3_k, registers beside it:
-#   T = 32, tiles of 16: 143 and 117 (162 and 128); T = 512, tiles of 64: 240 and 172 (259 and 193)
-#   a step's 128 values as one part: 154 and 115, 281 and 174; 128 rows in 8 warps: 239 and 126, T = 32
-#   mxfp4_oss: 130 and 63 (183 and 93), 226 and 103 (257 and 127)
-#   q4_k: 201 and 85 (260 and 105), 311 and 124 (385 and 162)
-# 64 rows in 4 warps: a thread has one unit. (q4_k's gate and up for 128 tokens would spill.)
+
+
+def _staged_tile(format: str, gated: bool, tokens: int) -> Tile:
+    """Decoded by whole words (`staged`); us of gate + up with four warps, eight, eight and words two steps ahead:
+    q2_k, qwen3, T = 32: 181, 142, 139; 512: 301, 247, 242; 2048: 570, 419, 506; mixtral-8x7b, T = 128: 679, 567, 534
+    mxfp4_oss, qwen3, T = 32: 129, 131, 133; 512: 220, 206, 207; 2048: 404, 360, 500; deepseek, T = 512: 2576, 2526, -
+    and of down with four and eight:
+    q3_k, qwen3, T = 32: 121, 134; 512: 176, 231; 2048: 369, 455; mxfp4_oss: 63, 65; 101, 107; 241, 261; deepseek,
+    T = 512, tiles of 32: 1370, 1282
+    A thread has one unit of its words: 64 rows of both matrices in eight warps, or of one in four."""
+    group, four = 8 if tokens == 128 else 1, format == "mxfp4_oss" and tokens == 16
+    if gated and not four:
+        # two programs a multiprocessor; of q3_k and q4_k 128 registers would spill
+        most = 128 if tokens == 128 and format in ("q2_k", "mxfp4_oss") else None
+        return Tile(64, 8, 2, group, most, 2 if format == "q2_k" and tokens < 128 else 1)
+    wide = not gated and format == "mxfp4_oss" and tokens == 32
+    return Tile(128 if wide else 64, 8 if wide else 4, 2, group, None, 1)
+
+
 STAGED_TILES = {
-    (format, gated, tokens): Tile(64, 4, 2, 8 if tokens == 128 else 1, None, True)
+    (format, gated, tokens): _staged_tile(format, gated, tokens)
     for format in ("q2_k", "q3_k", "q4_k", "mxfp4_oss")
     for gated in (True, False)
     for tokens in TOKENS
-    if (format, gated, tokens) != ("q4_k", True, 128)
 }
+# e4m3 rows and weights; us of whole layers, tiles of 64 with hidden rows quantised where they arise (128, 8, 3), by
+# themselves (64, 8, 3) at 128 registers, (64, 4, 3); tiles of 128 (64, 8, 3) and (32, 4, 3):
+#   qwen3-30b-a3b, T = 512: 294, 247, 246, 415, 483; 2048: 541, 467, 449, 570, 645; 8192: 1622, 1431, 1350, 1672, 1802
+#   deepseek-v3-like, T = 2048: 4593, 4249, 4018, 5484, 6915; 8192: 12342, 12276, 11526, 12851, 15475
+# A thread's sums wait for its chain of 128 values: small programs, two or more a multiprocessor, fill the time.
+MOST_FP8_TOKENS = 64
+FP8_APART_FROM = 64  # rows a tile from which on hidden rows are quantised by a launch of their own
+FP8_GATED_TILES = {16: Tile(128, 8, 4, 1), 32: Tile(128, 8, 4, 1), 64: Tile(64, 4, 3), 128: Tile(64, 8, 3)}
+# a program holds the 128 hidden values that share a scale
+FP8_QUANTISED_TILES = {16: Tile(128, 8, 4, 1), 32: Tile(128, 8, 4, 1), 64: Tile(128, 8, 3), 128: Tile(128, 16, 2)}
+FP8_PLAIN_TILES = {16: Tile(64, 4, 5, 1), 32: Tile(64, 4, 5, 1), 64: Tile(64, 4, 3), 128: Tile(128, 8, 3)}
 
 
 @jit
@@ -87,10 +118,11 @@ def _work_list(counts, offsets, slot_of, out, n_tiles, E: tl.constexpr, BINS: tl
     tl.store(out + 3 * i + 2, tl.where(there, n, 0), mask=i < n_tiles)
 
 
-def tokens_for(pairs: int, experts: int) -> int:
-    """Rows a tile: about as many as an expert has on average, so that one read of its weights serves them all."""
+def tokens_for(pairs: int, experts: int, most: int = TOKENS[-1]) -> int:
+    """Rows a tile: about as many as an expert has on average, so that one read of its weights serves them all, and at
+    most `most`."""
     mean = -(-pairs // max(1, experts))
-    return min(TOKENS[-1], max(TOKENS[0], backend.next_power_of_2(mean + mean // 4)))
+    return min(most, max(TOKENS[0], backend.next_power_of_2(mean + mean // 4)))
 
 
 def tile_for(format: str, tokens: int, gated: bool, on: str, staged: bool = False) -> Tile:
@@ -101,7 +133,14 @@ def tile_for(format: str, tokens: int, gated: bool, on: str, staged: bool = Fals
     if format in ("bf16", "f16"):
         return (GATED_TILES if gated else PLAIN_TILES)[tokens]
     tile = STAGED_TILES.get((format, gated, tokens)) if staged else None
-    return tile or DECODED_TILES[tokens]
+    return tile or (DECODED_GATED_TILES if gated else DECODED_TILES)[tokens]
+
+
+def fp8_tile_for(tokens: int, gated: bool, quantised: bool, on: str) -> Tile:
+    """The same for rows and weights in e4m3."""
+    if on == "interpreter":
+        return Tile(128, 4, 1)
+    return (FP8_QUANTISED_TILES if quantised else FP8_GATED_TILES if gated else FP8_PLAIN_TILES)[tokens]
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:
