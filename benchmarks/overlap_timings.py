@@ -1,11 +1,12 @@
 """What overlapping fetch and compute gains: steps of a model whose experts do not fit, one switch at a time.
 
     PYTHONPATH=.:kernels python benchmarks/overlap_timings.py --out DIR [--scale full|small] [--steps 40]
-        [--budget-s 50]
+        [--tokens 1] [--modes plain,auto,...] [--budget-s 50]
 
 A synthetic model of 4 layers (q2_k, q2_k, q3_k; a shared expert) is written to a file and held in page-locked memory as
-well. One token a step with skewed, slowly moving picks. First every form's outputs are compared with the resident
-layers', bit for bit. Then milliseconds a step, median over steps, the host's clock until the device is idle:
+well. `--tokens` a step (prediction takes at most 8) with skewed, slowly moving picks. First every form's outputs are
+compared with the resident layers', bit for bit. Then milliseconds a step, median over steps, the host's clock until the
+device is idle:
     resident    every expert at hand: the compute bound
     plain       what is missing is waited for before anything is computed
     two-phase   resident experts are always computed while the missing ones land
@@ -55,9 +56,9 @@ MODES: dict[str, Options] = {
     "perfect": Options(prefetch=6),
     "side": Options(prefetch=6, shared="side"),
 }
-COLUMNS = ["tier", "slots", "mode", "ok", "step_ms_p20", "step_ms", "step_ms_p80", "resident_ms", "fetch_wait_ms",
-           "misses", "late_or_ahead", "mb", "read_ahead", "scale", "steps", "device", "driver", "torch", "triton",
-           "commit"]  # fmt: skip
+COLUMNS = ["tier", "slots", "tokens", "mode", "ok", "step_ms_p20", "step_ms", "step_ms_p80", "resident_ms",
+           "fetch_wait_ms", "misses", "late_or_ahead", "mb", "read_ahead", "scale", "steps", "device", "driver",
+           "torch", "triton", "commit"]  # fmt: skip
 
 
 @dataclass
@@ -120,11 +121,11 @@ def _shared(w: Weights, d: int, f: int) -> SharedWeights:
     return SharedWeights(gate, up, down)
 
 
-def tokens(spec: MoESpec, count: int, device: str) -> list[torch.Tensor]:
-    """Rows that keep most of the one before."""
+def tokens(spec: MoESpec, count: int, rows: int, device: str) -> list[torch.Tensor]:
+    """Steps of `rows` rows that keep most of the step before."""
     draw, x, out = torch.Generator().manual_seed(9), None, []
     for _ in range(count):
-        new = torch.randn(1, spec.d_model, generator=draw)
+        new = torch.randn(rows, spec.d_model, generator=draw)
         x = new if x is None else 0.8 * x + 0.6 * new
         out.append(x.to(device, torch.bfloat16))
     return out
@@ -213,15 +214,17 @@ def main() -> None:
     ask.add_argument("--out", type=Path, required=True)
     ask.add_argument("--scale", choices=SHAPES, default="full")
     ask.add_argument("--steps", type=int, default=40)
+    ask.add_argument("--tokens", type=int, default=1)
+    ask.add_argument("--modes", default="")
     ask.add_argument("--budget-s", type=float, default=50.0)
     given = ask.parse_args()
     begin, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
     given.out.mkdir(parents=True, exist_ok=True)
     shape, about = SHAPES[given.scale], measured_on()
-    total = LAYERS * shape.experts
+    total, modes = LAYERS * shape.experts, given.modes.split(",") if given.modes else list(MODES)
     with tempfile.TemporaryDirectory() as folder, (given.out / "overlap_timings.csv").open("w", newline="") as file:
         model = make_model(shape, Path(folder), device)
-        xs = tokens(model.spec, WARM + given.steps, device)
+        xs = tokens(model.spec, WARM + given.steps, given.tokens, device)
         walk(model.resident, xs[:2], Options(), device)
         times, wanted, calls = walk(model.resident, xs, Options(), device)
         resident = statistics.median(times[WARM:])
@@ -231,12 +234,12 @@ def main() -> None:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()
         for slots, tier in itertools.product((total // 4, total // 2), ("locked", "file")):
-            for mode in MODES:
+            for mode in modes:
                 if time.monotonic() - begin > given.budget_s:
                     print("out of time", flush=True)
                     return
                 row = measure(model, tier, slots, mode, xs, wanted, device)
-                row |= {"resident_ms": resident, "scale": given.scale, **about}
+                row |= {"resident_ms": resident, "tokens": given.tokens, "scale": given.scale, **about}
                 table.writerow({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
                 file.flush()
                 print(" ".join(f"{k}={row[k]:.2f}" if isinstance(row[k], float) else f"{k}={row[k]}"

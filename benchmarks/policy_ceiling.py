@@ -9,6 +9,7 @@ the lowest resident score leaves. What a score may look at grows from row to row
   all rates      nine half-lives from 1 to 300 tokens and their square roots
   + followers    and which experts the layer's last three tokens picked
   + all layers   and the picks of this and the last token in every layer, which a cache split by layer never sees
+  .., online     the same, learnt while the second half is served, from nothing
 """
 
 import argparse
@@ -22,6 +23,7 @@ from moe_lab.trace import RoutingTrace
 HALF_LIVES = (1, 2, 4, 8, 16, 32, 69, 140, 300)
 REACH = 8.0  # tokens: about how long an expert stays without being asked for
 NEVER = 10**6
+BLOCK, KNOWN_AFTER = 256, 64  # tokens; beyond 64 a next use counts e^-8
 
 
 def one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
@@ -93,6 +95,45 @@ def learnt(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], more
     return served @ ridge(seen.reshape(-1, seen.shape[-1]), goal.reshape(-1), 1e-3)
 
 
+def learnt_online(seen: Mapping[str, np.ndarray], more: str | None) -> np.ndarray:
+    """Scores [T, E] of a regression that starts knowing nothing: each block of tokens is scored by what was learnt from
+    the tokens whose next uses had been seen by then.
+    """
+    goal, base, scores = np.exp(-next_use(seen["used"]) / REACH), rates(seen["used"]), np.zeros(seen["used"].shape)
+    told, first = (
+        _Sums(0 if more is None else seen[more].shape[1], 100.0),
+        _Sums(base.shape[-1] + (more is not None), 1e-3),
+    )
+    held = np.zeros((*goal.shape, base.shape[-1] + (more is not None)))
+    for start in range(0, len(goal), BLOCK):
+        now = slice(start, start + BLOCK)
+        held[now, :, : base.shape[-1]] = base[now]
+        if more is not None:
+            held[now, :, -1] = seen[more][now] @ told.solved(goal.shape[1])
+        scores[now] = (held[now] @ first.solved(1))[..., 0]
+        known = slice(max(0, start - KNOWN_AFTER), max(0, start + BLOCK - KNOWN_AFTER))
+        first.add(held[known].reshape(-1, held.shape[-1]), goal[known].reshape(-1, 1))
+        if more is not None:
+            told.add(seen[more][known], goal[known])
+    return scores
+
+
+class _Sums:
+    """A ridge regression whose data come bit by bit."""
+
+    def __init__(self, features: int, penalty: float) -> None:
+        self._xx, self._xy = penalty * np.eye(features), None
+
+    def add(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Learn from rows x [n, F] and y [n, G]."""
+        self._xx += x.T @ x
+        self._xy = x.T @ y + (0 if self._xy is None else self._xy)
+
+    def solved(self, goals: int) -> np.ndarray:
+        """Weights [F, G] so far; zeros before the first rows."""
+        return np.zeros((len(self._xx), goals)) if self._xy is None else np.linalg.solve(self._xx, self._xy)
+
+
 def looked_at(ids: np.ndarray, place: int, experts: int) -> dict[str, np.ndarray]:
     """What scores may look at for the layer at `place`, of picks [T, L, K]."""
     used, one = one_hot(ids[:, place], experts), np.ones((len(ids), 1), np.float32)
@@ -110,8 +151,9 @@ def layer_rates(ids: tuple[np.ndarray, np.ndarray], place: int, experts: int, sl
     train, test = (looked_at(half, place, experts) for half in ids)
     scores = {"lru": last_use(test["used"])}
     scores |= {f"one rate, half-life {h}": rate(test["used"], h) for h in (20, 69, 140)}
-    scores |= {"all rates": learnt(train, test, None)}
-    scores |= {more: learnt(train, test, more) for more in ("+ followers", "+ all layers")}
+    for more in (None, "+ followers", "+ all layers"):
+        scores[more or "all rates"] = learnt(train, test, more)
+        scores[f"{more or 'all rates'}, online"] = learnt_online(test, more)
     scores["belady"] = -next_use(test["used"])
     return {name: hit_rate(score, ids[1][:, place], slots) for name, score in scores.items()}
 

@@ -13,7 +13,18 @@ import numpy as np
 import torch
 
 import moe_lab as lab
-from benchmarks.streamed_file import ROLES, SMALL, V41, Shape, chosen, distinct_blocks, head_of, routers, write_file
+from benchmarks.streamed_file import (
+    ROLES,
+    SMALL,
+    V41,
+    Shape,
+    chosen,
+    distinct_blocks,
+    fill_memory,
+    head_of,
+    routers,
+    write_file,
+)  # fmt: skip
 from benchmarks.streamed_inputs import inputs, predicted, wide_trace
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor
@@ -40,6 +51,7 @@ class Bench:
     trace: RoutingTrace
     rows: list[torch.Tensor]
     segment: range
+    blocks: dict[str, list[np.ndarray]]  # the distinct matrices, quantised
     resident: list[torch.Tensor]  # what layer 0 gives for the segment's first tokens with all experts in memory
     compute_ms: float = float("nan")
     digests: dict[str, str] = field(default_factory=dict)
@@ -52,8 +64,19 @@ class Bench:
         if tier == "disk":
             return self.ckpt.expert_source
         if self.memory is None:
-            self.memory = MemorySource(self.ckpt.expert_source, locked=self.args.device == "cuda")
+            kind = MemorySource if "disk" in self.args.tiers else self._made
+            self.memory = kind(self.ckpt.expert_source, locked=self.args.device == "cuda")
         return self.memory
+
+    def _made(self, source: ExpertSource, *, locked: bool) -> MemorySource:
+        """The experts in memory, made there."""
+        bench = self
+
+        class Made(MemorySource):
+            def _fill(self, source: ExpertSource) -> None:
+                fill_memory(bench.shape, bench.blocks, self, self._bytes)
+
+        return Made(source, locked=locked)
 
     def layers(self, source: ExpertSource, cache: lab.ExpertCache) -> list[lab.MoELayer]:
         """Each layer, its experts from `source`."""
@@ -149,7 +172,8 @@ def prepare(args: argparse.Namespace, path: Path, say: Callable[[str], None]) ->
     blocks = distinct_blocks(shape, DISTINCT[args.scale], args.device)
     say(f"quantised {3 * DISTINCT[args.scale]} matrices")
     written: list[int] = []
-    writer = threading.Thread(target=lambda: written.append(write_file(path, shape, blocks)))
+    on_disk = "disk" in args.tiers
+    writer = threading.Thread(target=lambda: written.append(write_file(path, shape, blocks, on_disk)))
     writer.start()
     trace = wide_trace(
         lab.RoutingTrace.load(Path(__file__).parents[1] / "data/trace.parquet"), shape, args.history + args.steps
@@ -165,8 +189,8 @@ def prepare(args: argparse.Namespace, path: Path, say: Callable[[str], None]) ->
     writer.join()
     if not written:
         raise LabError("the model file could not be written")
-    say(f"wrote {written[0] / 1e9:.2f} GB")
-    return Bench(args, shape, lab.open(path), trace, rows, segment, resident)
+    say(f"{'wrote' if on_disk else 'a head for'} {written[0] / 1e9:.2f} GB")
+    return Bench(args, shape, lab.open(path), trace, rows, segment, blocks, resident)
 
 
 def _spec(shape: Shape, path: Path) -> lab.MoESpec:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,13 +87,18 @@ def routers(shape: Shape) -> list[torch.Tensor]:
     return [torch.randn(shape.experts, shape.d_model, generator=g) * shape.d_model**-0.5 for g in drawn]
 
 
-def write_file(path: Path, shape: Shape, blocks: dict[str, list[np.ndarray]]) -> int:
-    """Write the model; its bytes. Experts go out in groups of 8 from `WRITERS` threads."""
+def write_file(path: Path, shape: Shape, blocks: dict[str, list[np.ndarray]], experts: bool = True) -> int:
+    """Write the model; its bytes. Experts go out in groups of 8 from `WRITERS` threads; without `experts` there are
+    holes.
+    """
     tensors = list(_tensors(shape))
     head, places, end = _head(shape, tensors)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        os.posix_fallocate(fd, 0, end)
+        if experts:
+            os.posix_fallocate(fd, 0, end)
+        else:
+            os.truncate(fd, end)
         os.pwrite(fd, head, 0)
         for layer, weight in enumerate(routers(shape)):
             os.pwrite(fd, weight.numpy().tobytes(), places[f"blk.{layer}.ffn_gate_inp.weight"])
@@ -101,11 +107,31 @@ def write_file(path: Path, shape: Shape, blocks: dict[str, list[np.ndarray]]) ->
                 at = places[f"blk.{layer}.ffn_{role}_shexp.weight"]
                 os.pwrite(fd, blocks[role][layer % len(blocks[role])].tobytes(), at)
         os.fsync(fd)
-        _write_experts(path, shape, blocks, places)
-        os.fsync(fd)
+        if experts:
+            _write_experts(path, shape, blocks, places)
+            os.fsync(fd)
     finally:
         os.close(fd)
     return end
+
+
+def fill_memory(shape: Shape, blocks: dict[str, list[np.ndarray]], source: Any, rows: memoryview) -> None:
+    """The experts' bytes to where `source` (a MemorySource) has them in its memory `rows`, without a file."""
+    count = len(blocks["gate"])
+    todo = [(n, e) for n in range(shape.layers) for e in range(shape.experts)]
+
+    def work(mine: list[tuple[int, int]]) -> None:
+        for layer, expert in mine:
+            which = chosen(shape, count, layer, expert)
+            for run in source.geometry(layer).runs:
+                into = np.frombuffer(rows[run.starts[expert] :][: run.part.nbytes], np.uint8)
+                np.copyto(into, blocks[run.part.name][which[run.part.name]])
+
+    threads = [threading.Thread(target=work, args=(todo[n::WRITERS],)) for n in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def head_of(shape: Shape) -> tuple[bytes, int]:

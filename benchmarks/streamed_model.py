@@ -36,8 +36,9 @@ from moe_lab.stream.source import ExpertSource
 
 COLUMNS = ["tier", "residency", "slots", "mode", "policy", "steps", "step_ms_p20", "step_ms_p50", "step_ms_p80",
            "step_ms", "compute_ms", "fetch_ms", "ratio", "wanted", "ok", "belady_ms", "ratio_to_belady",
-           "misses_a_step", "ahead_a_step", "belady_misses_a_step", "gb_a_step", "tier_gb_per_s", "io_mode", "wait_ms",
-           "outputs", "scale", "gib", "threads", "device", "driver", "torch", "triton", "commit"]  # fmt: skip
+           "misses_a_step", "ahead_a_step", "belady_misses_a_step", "gb_a_step", "dropped_gb_a_step",
+           "tier_gb_per_s", "io_mode", "wait_ms", "outputs", "scale", "gib", "threads", "device", "driver",
+           "torch", "triton", "commit"]  # fmt: skip
 LOOK_AHEAD = 3  # layers whose picks are asked for ahead in perfect prediction
 
 
@@ -107,13 +108,14 @@ def cell(bench: Bench, tier: str, residency: float, modes: list[str]) -> Iterato
             settled(cache)
             rewind(cache, source, groups)
             speeds = [tier_speed(bench, tier)]
-            misses, ahead, read = cache.misses, cache.read_ahead, cache.bytes_read
+            misses, ahead, read, dropped = cache.misses, cache.read_ahead, cache.bytes_read, cache.bytes_dropped
             times, waited, digest = steps(bench, bench.segment, layers, cache, source, mode)
             settled(cache)
             count = len(times)
             if residency >= 1:
                 bench.compute_ms = statistics.mean(times)
-            gb = (cache.bytes_read - read) / count / 1e9
+            lost = (cache.bytes_dropped - dropped) / count / 1e9
+            gb = (cache.bytes_read - read) / count / 1e9 + lost
             speed = statistics.mean([*speeds, tier_speed(bench, tier)])  # just before and just after: disks drift
             fetch = gb / speed * 1e3
             best = max(bench.compute_ms, belady * shape.expert_bytes / 1e6 / speed)
@@ -127,7 +129,8 @@ def cell(bench: Bench, tier: str, residency: float, modes: list[str]) -> Iterato
                 "wanted": 1.15 if mode == "perfect" else "", "ok": ratio <= 1.15 if mode == "perfect" else "",
                 "belady_ms": best, "ratio_to_belady": statistics.mean(times) / best,
                 "misses_a_step": (cache.misses - misses) / count, "ahead_a_step": (cache.read_ahead - ahead) / count,
-                "belady_misses_a_step": belady, "gb_a_step": gb, "tier_gb_per_s": speed, "io_mode": cache.io_mode,
+                "belady_misses_a_step": belady, "gb_a_step": gb, "dropped_gb_a_step": lost,
+                "tier_gb_per_s": speed, "io_mode": cache.io_mode,
                 "wait_ms": waited, "outputs": digest if same else f"DIFFER {digest}",
             }  # fmt: skip
 
@@ -208,7 +211,9 @@ def line(row: dict[str, Any]) -> str:
         f"{r['tier']} {row['residency']:.0%} {r['mode']}: {r['step_ms']} ms a step (p50 {r['step_ms_p50']}), compute "
         f"{r['compute_ms']} fetch {r['fetch_ms']} ratio {row['ratio']:.3f} {judged}, belady {r['belady_ms']} ratio "
         f"{r['ratio_to_belady']}, tier {r['tier_gb_per_s']} GB/s, misses {r['misses_a_step']} ahead "
-        f"{r['ahead_a_step']} (belady {r['belady_misses_a_step']}), waited {r['wait_ms']} ms, {r['outputs']}"
+        f"{r['ahead_a_step']} (belady {r['belady_misses_a_step']}), "
+        f"read {row['gb_a_step']:.3f} GB, {row['dropped_gb_a_step']:.3f} of it for nothing, waited {r['wait_ms']} ms, "
+        f"{r['outputs']}"
     )
 
 

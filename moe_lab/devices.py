@@ -1,4 +1,6 @@
-"""A device by name, or one clear error."""
+"""A device by name, or one clear error; and its current stream."""
+
+from typing import Any
 
 import torch
 
@@ -22,3 +24,19 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if index >= count:
         raise LabError(f"device {str(device)!r} was asked for, but torch sees {count} CUDA devices; use 'cpu'.")
     return torch.device("cuda", index)
+
+
+_known: dict[tuple[int, int, int], Any] = {}
+
+
+def current_stream(device: torch.device, cuda: Any = torch.cuda) -> Any:
+    """`torch.cuda.current_stream(device)`, which makes a new object each time: 8 us on an H200's host, many times a
+    call. Here the object of each stream is made once. `cuda` stands in for `torch.cuda` in tests.
+    """
+    if cuda is not torch.cuda or not hasattr(torch._C, "_cuda_getCurrentStream"):
+        return cuda.current_stream(device)
+    key = torch._C._cuda_getCurrentStream(torch.cuda.current_device() if device.index is None else device.index)
+    if (stream := _known.get(key)) is None:
+        number, index, kind = key
+        stream = _known[key] = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+    return stream

@@ -12,7 +12,7 @@ not. `with record() as rec` collects every call made inside it.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from moe_lab.card import card
+from moe_lab.devices import current_stream
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.trace import RoutingTrace, TraceWriter
 
@@ -37,7 +38,29 @@ PHASES: tuple[Phase, ...] = ("route", "fetch", "compute")
 LEVEL: ContextVar[int | None] = ContextVar("moe_lab_timing_level", default=None)
 
 
-@dataclass(frozen=True, slots=True)
+class EventPool:
+    """Events of a device made beforehand. Each is handed out once: a record keeps the ones it was given."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def fill(self, count: int, stream: Any) -> None:
+        """Have `count` at hand; an event comes into being when it is recorded first."""
+        while len(self._free) < count:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            self._free.append(event)
+
+    def take(self) -> Any:
+        """One at hand, else a new one."""
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+
+
+# Where a replay's clocks take their events. None: each makes its own.
+EVENTS: ContextVar[EventPool | None] = ContextVar("moe_lab_timing_events", default=None)
+
+
+@dataclass(slots=True)  # not frozen: that makes a stamp three times as dear
 class Stamp:
     """A phase or a part of one: begin and end as the clock has them (events on CUDA), and on the host, in ns."""
 
@@ -60,8 +83,8 @@ class PhaseClock:
         self.device = device
         self._cuda = device.type == "cuda" and level != 1
         self._fine = level is not None
-        # Asked once: torch looks the current stream up in Python, 6 us a time on the H200's host, 14 times a call.
-        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._events = EVENTS.get()
+        self._stream: Any = current_stream(device) if device.type == "cuda" else None
         self.stamps: list[Stamp] = []
         self.parts: list[Stamp] = []
         self._open = False
@@ -71,40 +94,19 @@ class PhaseClock:
         self._end: Any = None
 
     def _event(self, stream: Any) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True) if self._events is None else self._events.take()
         event.record(stream)
         return event
 
-    def _stamp(self, name: str, begin: Any, begin_ns: int, stream: Any) -> Stamp:
-        end_ns = time.perf_counter_ns()
-        return Stamp(name, begin, self._event(stream) if self._cuda else end_ns, begin_ns, end_ns)
-
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """Time spent inside counts as `name`, also when it ends in an exception."""
-        if self._open:
-            raise LabError(f"phase {name!r} opened inside another phase: phases must not overlap.")
-        self._open, begin_ns = True, time.perf_counter_ns()
-        begin = self._event(self._stream) if self._cuda else begin_ns
-        try:
-            yield
-        finally:
-            self.stamps.append(self._stamp(name, begin, begin_ns, self._stream))
-            self._open = False
+        return _Span(self, name, self.stamps, self._stream)
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """A mark on the current stream inside a phase, noted in a replay alone."""
         if not self._fine:
-            yield
-            return
-        stream = torch.cuda.current_stream(self._stream.device) if self._cuda else None
-        begin_ns = time.perf_counter_ns()
-        begin = self._event(stream) if self._cuda else begin_ns
-        try:
-            yield
-        finally:
-            self.parts.append(self._stamp(name, begin, begin_ns, stream))
+            return nullcontext()
+        return _Span(self, name, self.parts, current_stream(self._stream.device) if self._cuda else None)
 
     def drain(self) -> None:
         """In a replay, wait here for the device, where the caller would wait a moment later: part "read_back"."""
@@ -149,6 +151,31 @@ class PhaseClock:
         return self._cuda
 
 
+class _Span(AbstractContextManager):
+    """A phase, or a part of one, being timed; a class of its own, as a generator would cost another microsecond."""
+
+    __slots__ = ("_begin", "_begin_ns", "_clock", "_into", "_name", "_stream")
+
+    def __init__(self, clock: PhaseClock, name: str, into: list[Stamp], stream: Any) -> None:
+        self._clock, self._name, self._into, self._stream = clock, name, into, stream
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        if self._into is clock.stamps:
+            if clock._open:
+                raise LabError(f"phase {self._name!r} opened inside another phase: phases must not overlap.")
+            clock._open = True
+        self._begin_ns = time.perf_counter_ns()
+        self._begin = clock._event(self._stream) if clock._cuda else self._begin_ns
+
+    def __exit__(self, *_: object) -> None:
+        clock, end_ns = self._clock, time.perf_counter_ns()
+        end = clock._event(self._stream) if clock._cuda else end_ns
+        self._into.append(Stamp(self._name, self._begin, end, self._begin_ns, end_ns))
+        if self._into is clock.stamps:
+            clock._open = False
+
+
 class Unclocked(PhaseClock):
     """A call inside a CUDA graph that is being captured, where nothing runs, or at level 0: no time is taken. Reads
     NaN.
@@ -157,15 +184,13 @@ class Unclocked(PhaseClock):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """Nothing is noted."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """Nothing is noted."""
-        yield
+        return nullcontext()
 
     def drain(self) -> None:
         """Nothing is waited for."""

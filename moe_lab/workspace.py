@@ -19,6 +19,7 @@ from functools import lru_cache
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
 
 SMALLEST = 512
@@ -162,7 +163,7 @@ def borrowed(device: torch.device) -> Iterator[Workspace]:
     """A workspace nobody else uses, given back when the block ends; after an exception it is dropped, since work
     queued before may still write to it. Kept per device and stream: what a call left queued is over before the next
     one's work begins."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         yield Workspace(device, poison=_POISONED.get())  # memory taken while a graph is captured is the graph's own

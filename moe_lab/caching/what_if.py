@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.caching.cost import Cost
+from moe_lab.checks import wants, wants_number, wants_whole
 from moe_lab.errors import LabError
 from moe_lab.simulate.bounds import BELADY, BELADY_BYPASS, INFINITE
 from moe_lab.simulate.replay import AnyPolicy
@@ -36,6 +37,12 @@ class Change:
     slots: float = 1.0
     expert_bytes: float = 1.0
     assumes: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("disk", "copy", "compute", "slots", "expert_bytes"):
+            wants_number(f"Change.{what}", factor := getattr(self, what))
+            if not 0 < factor < float("inf"):
+                raise LabError(f"Change.{what} is {factor}; wanted a factor above 0.")
 
 
 CHANGES = (
@@ -67,6 +74,8 @@ def bounds(
     policy's own reads, all hidden, so a step takes the longer of reading and the rest. no cache: every request reads.
     Among the middle ones the order is theirs, not a promise. LabError as lab.simulate.
     """
+    wants("cost", cost, Cost, "a cost model, as lab.caching.Cost.fit makes it")
+    wants_whole("capacity", capacity, 1)
     how = {"per_layer": per_layer, "step_tokens": step_tokens}
     counted = {name: steps(trace, capacity, name, **how) for name in (INFINITE, BELADY_BYPASS, BELADY)}
     own = steps(trace, capacity, policy, **how)
@@ -96,6 +105,8 @@ def what_if(
 
     capacity_slots after the change, at most all experts; times in ms a step. LabError as lab.simulate.
     """
+    wants("cost", cost, Cost, "a cost model, as lab.caching.Cost.fit makes it")
+    wants_whole("capacity", capacity, 1)
     _, layers, experts = ids_of(trace)
     rows: list[tuple[Any, ...]] = []
     today = float("nan")

@@ -90,7 +90,10 @@ class RawFile:
 
         `path_too`: also when the path now names another file (a reader that opens the path anew would get that one).
         """
-        now = FileIdentity.of(os.fstat(self.fd))
+        status, known = os.fstat(self.fd), self.identity
+        if status.st_mtime_ns == known.mtime_ns and status.st_size == known.size and not path_too:
+            return  # after each read of an expert: a descriptor's device and inode never change
+        now = FileIdentity.of(status)
         if now == self.identity and path_too:
             try:
                 now = FileIdentity.of(self.path.stat())

@@ -11,6 +11,8 @@ from moe_lab.errors import LabError
 from moe_lab.stream.calibrate import ROUNDS, SCRATCH_FILE_BYTES, calibrate_copies, calibrate_disk
 from moe_lab.stream.calibration import CopyPoint, DiskSurface, save_calibration
 
+MOST_GIB = 1024  # far beyond what any disk caches
+
 
 def calibrate(
     path: Path | None, *, rounds: int | None, gib: float | None, quick: bool, quiet: bool
@@ -18,8 +20,8 @@ def calibrate(
     """Rows of everything measured, and notes: what was taken, and where it was saved."""
     if rounds is not None and rounds < 1:
         raise LabError(f"--rounds {rounds}: wanted 1 or more.")
-    if gib is not None and not 0 < gib < 1 << 20:
-        raise LabError(f"--gib {gib}: wanted a size above 0.")
+    if gib is not None and not 0 < gib <= MOST_GIB:
+        raise LabError(f"--gib {gib:g}: wanted the size of a file to write, above 0 and at most {MOST_GIB} GiB.")
     where = Path.cwd() if path is None else path
     few = {"threads": (1, 4), "request_bytes": (256 << 10, 1 << 20), "trial_bytes": 16 << 20} if quick else {}
     with ExitStack() as stack:

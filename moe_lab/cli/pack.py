@@ -51,7 +51,11 @@ def verify_file(file: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
         }
         for layer in source.layers
     ]  # fmt: skip
-    notes = [f"packed from {source.manifest.model_name}, order {source.manifest.order}"]
+    checked = sum(source.num_experts(layer) for layer in source.layers)
+    notes = [
+        f"packed from {source.manifest.model_name}, order {source.manifest.order}",
+        f"read back {checked} rows of {len(source.layers)} layers: CRC-32 of each row, SHA-256 of each expert's parts",
+    ]
     if wrong:
         named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in wrong[:4])
         notes.append(f"{len(wrong)} rows are not what was written: {named}{', ..' if len(wrong) > 4 else ''}")

@@ -10,7 +10,7 @@ from moe_lab.errors import LabError
 from moe_lab.open import open as open_checkpoint
 from moe_lab.simulate import BOUNDS, simulate
 from moe_lab.simulate.replay import AnyPolicy
-from moe_lab.stream.policy import make_policy
+from moe_lab.stream.policy import policy_of
 from moe_lab.stream.source import ExpertSource
 from moe_lab.trace import RoutingTrace
 
@@ -77,23 +77,13 @@ def _capacities(text: str) -> list[int]:
 
 
 def _policy(text: str) -> AnyPolicy:
-    """A policy's name, or name:option=value:option=value."""
-    name, *options = text.strip().split(":")
-    if not options or name in BOUNDS:
-        if options:
-            raise LabError(f"--policies {text}: {name} takes no options.")
-        return name
-    pairs = [option.partition("=") for option in options]
-    if broken := [option for option, (_, equals, _) in zip(options, pairs, strict=True) if not equals]:
-        raise LabError(f"--policies {text}: {broken[0]!r} is no option=value, as in random_oldest:percent=5.")
-    return make_policy(name, **{key: _number(text, value) for key, _, value in pairs})
-
-
-def _number(text: str, value: str) -> int | float:
-    try:
-        return float(value) if "." in value or "e" in value else int(value)
-    except ValueError:
-        raise LabError(f"--policies {text}: {value!r} is no number.") from None
+    """A policy as `moe_lab.stream.policy.policy_of` reads it, or a bound."""
+    name, options, _ = text.strip().partition(":")
+    if name not in BOUNDS:
+        return policy_of(text)
+    if options:
+        raise LabError(f"--policies {text}: {name} takes no options.")
+    return name
 
 
 def _sizes(model: Path, trace: RoutingTrace) -> dict[int, int]:

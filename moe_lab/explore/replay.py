@@ -5,8 +5,8 @@ from typing import Any
 
 from moe_lab.caching.cost import Cost
 from moe_lab.caching.what_if import Change, what_if
-from moe_lab.checks import wants_number
-from moe_lab.errors import LabError
+from moe_lab.checks import came, wants, wants_number, wants_whole
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.explore.explorer import MOST_FRAMES, Explorer
 from moe_lab.explore.grid import GridExplorer
 from moe_lab.plots.cost import what_if as draw
@@ -20,8 +20,8 @@ from moe_lab.simulate.requests import Trace
 
 def timeline(recording: Recording, most: int = 16) -> Explorer:
     """The lanes of one step at a time: the last `most` steps of a replay. LabError where it has none, or level 0."""
-    if not 0 < most <= MOST_FRAMES:
-        raise LabError(f"lab.explore.timeline shows 1 to {MOST_FRAMES} steps, asked for {most}.")
+    wants("lab.explore.timeline's recording", recording, Recording, "what moe_lab.replay.run leaves")
+    wants_whole("most (of lab.explore.timeline)", most, 1, MOST_FRAMES)
     steps = sorted({call.step for call in recording.calls})[-most:]
     table: Any = spans(recording, steps[0] if steps else 0)
     return Explorer(steps, lambda step: draw_timeline(table[table["step"] == step]), label="step")
@@ -44,6 +44,8 @@ def buy(
     All combinations are simulated once; nothing is run. `how`: per_layer, step_tokens. LabError as lab.caching.what_if.
     """
     for name, factors in (("disk", disk), ("slots", slots), ("expert_bytes", expert_bytes)):
+        if isinstance(factors, str | bytes) or not isinstance(factors, Sequence) or not factors:
+            raise LabTypeError(f"lab.explore.buy: {name} is {came(factors)}; wanted several factors, such as [1, 2].")
         for factor in factors:
             wants_number(name, factor)
             if not 0 < factor < float("inf"):

@@ -64,7 +64,11 @@ def wait_ecdf(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
             line = {"color": "black" if name == "all" else look["color"], "linestyle": look["linestyle"]}
             axes.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), label=name, linewidth=width, **line)
         axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        shown = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+        axes.xaxis.set_major_locator(ticker.LogLocator(10, subs=shown, numticks=16))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
         axes.grid(True)

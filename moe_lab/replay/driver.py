@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import zip_longest
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,17 +27,19 @@ from moe_lab.replay.ledger import ledger
 from moe_lab.replay.rows import Call, table
 from moe_lab.replay.stalls import stalls
 from moe_lab.replay.story import Story, tell
-from moe_lab.replay.watch import LEVELS, Level, anchor_on, watching
+from moe_lab.replay.watch import LEVELS, TIMED, Level, anchor_on, watching
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
 from moe_lab.stream.prediction import Successor
 from moe_lab.stream.provider import StreamedExperts
+from moe_lab.timing import EVENTS
 from moe_lab.trace import RoutingTrace
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST_EVENTS = 1 << 18  # 19 MB: some ten thousand calls of a layer
+TIMED_A_CALL = 24  # a device's events that one call takes, two phases of fetching and computing among them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +138,7 @@ def run(
     with watching(level, cache, drive.log) as profile:
         for step in range(drive.feed.steps):
             drive.step(step, level)
-    anchor = anchor_on(drive.device) if level in (2, 3, "S") else None
+    anchor = anchor_on(drive.device) if level in TIMED else None
     feed, found = drive.feed, None if drive.digest is None else drive.digest.hexdigest()
     about = f"{feed.about}, {feed.step_tokens} a step"
     story = tell(drive.log.table(), drive.log.lost)
@@ -151,7 +154,7 @@ def run(
 
 def check_level(level: Level) -> None:
     """LabError for what is no level."""
-    if level not in LEVELS:
+    if type(level) not in (int, str) or level not in LEVELS:  # True and 1.0 equal 1
         raise LabError(f"lab.replay: level={level!r}; wanted {', '.join(map(repr, LEVELS))}.")
 
 
@@ -168,6 +171,8 @@ def prepare(
 ) -> "Drive":
     """A replay ready for its first step; arguments as `run` takes them, `asked` goes to `feed_of`."""
     wants("ckpt", ckpt, Checkpoint, "an open checkpoint, as lab.open makes it")
+    wants("cache", cache, (ExpertCache, NoneType), "an ExpertCache, or None: all experts resident")
+    wants("forecast", forecast, (RoutingTrace, NoneType), "a RoutingTrace of the tokens that are replayed, or None")
     where = resolve_device(device)
     feed = feed_of(ckpt, given, device=where, **asked)
     made = _layers(ckpt, feed.layers, where, cache)
@@ -219,6 +224,8 @@ class Drive:
     def step(self, number: int, level: Level) -> None:
         """Every layer once, and the wait for the device."""
         self.log.step = number
+        if self.device.type == "cuda" and (events := EVENTS.get()) is not None:
+            events.fill(TIMED_A_CALL * len(self.layers), torch.cuda.current_stream(self.device))
         options = replace(self.options, sync_timing=True) if level == "S" else self.options
         begin, busy = time.perf_counter_ns(), time.thread_time_ns()
         for place, layer in enumerate(self.feed.layers):
@@ -252,6 +259,13 @@ def _forecast(forecast: RoutingTrace, feed: Feed, layers: dict[int, MoELayer]) -
             f"lab.replay: the forecast has {forecast.tokens} tokens and layers {list(forecast.layers)}; the replay "
             f"{feed.tokens} and {list(feed.layers)}."
         )
+
+    for number, moe in layers.items():
+        if forecast.width != (width := moe.spec.router.width):
+            raise LabError(
+                f"lab.replay: the forecast names experts among R={forecast.width}, layer {number} routes among "
+                f"R={width}: it is of another model."
+            )
 
     def ahead(step: int, number: int) -> None:
         moe = layers[number]

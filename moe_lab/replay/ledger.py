@@ -5,7 +5,7 @@ Every background read has exactly one class:
   late      asked for while it was under way: it came with us         late_us: what was left to wait
   harmful   never asked for, and what it pushed out was asked for, and read again, while it lay there in its place
   useless   never asked for otherwise (by the end of the record)
-  dropped   given up or failed before its bytes came: nothing was moved
+  dropped   given up or failed before its bytes were in place         bytes: what was read until it was given up
 
     recall@p               distinct experts picked that the prediction named / distinct experts picked
     bytes per useful byte  bytes read ahead / bytes of those of them that were asked for

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_lab.checks import wants_whole
-from moe_lab.errors import LabError
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.open import Checkpoint
 from moe_lab.replay.driver import Drive, check_level, prepare
 from moe_lab.replay.feeds import Given
@@ -26,7 +26,7 @@ from moe_lab.replay.watch import Level, watching
 from moe_lab.simulate.table import frame
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
-from moe_lab.timing import PhaseClock
+from moe_lab.timing import EVENTS, PhaseClock
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +36,7 @@ COLUMNS = (
     *("busy_ms_per_step", "busy_overhead", "busy_low", "busy_high"),
     *("events_per_step", "stamps_per_step", "accounted"),
 )
+HOW = ("arm", "options", "device", "layers", "step_tokens", "forecast", "seed")
 Times = dict[Level, list[list[tuple[float, float]]]]
 
 
@@ -49,9 +50,13 @@ def overhead(
     tokens: int = 16,
     **how: Any,
 ) -> "pd.DataFrame":
-    """A row a level, columns `COLUMNS`. `squares`: times that every token is run at every level; `how`: as `run` takes
-    it (layers, arm, options, device, ...). LabError without level 0, which the others are compared with.
+    """A row a level, columns `COLUMNS`. `squares`: times that every token is run at every level; `how`: `HOW`, as `run`
+    takes them. LabError without level 0, which the others are compared with, LabTypeError for other options.
     """
+    if unknown := sorted(set(how) - set(HOW)):
+        raise LabTypeError(
+            f"overhead takes no {unknown[0]!r}; it makes a cache of `slots` of its own and hands {', '.join(HOW)} on."
+        )
     for level in levels:
         check_level(level)
     if 0 not in levels:
@@ -95,6 +100,8 @@ def _alone(level: Level, device: torch.device) -> tuple[float, float]:
         log.put(0)
     event = (time.perf_counter_ns() - begin) / 1e9
     with watching(level, None, log):
+        if device.type == "cuda" and (events := EVENTS.get()) is not None:
+            events.fill(2002, torch.cuda.current_stream(device))
         clock, begin = PhaseClock(device), time.perf_counter_ns()
         for _ in range(1000):
             with clock.phase("route"):

@@ -191,8 +191,8 @@ def _counts(
     ahead = [read for read in reads if read.ahead and fates[read.name] != DROPPED]
     found = [fates[read.name] for read in ahead]
     mine = [read for read in reads if not read.ahead]
-    wasted = sum(read.nbytes for read in ahead if fates[read.name] in (USELESS, HARMFUL))
-    fetched = sum(read.nbytes for read in mine), sum(read.nbytes for read in ahead)
+    wasted = sum(read.nbytes for read in reads if read.ahead and fates[read.name] in (USELESS, HARMFUL, DROPPED))
+    fetched = sum(read.nbytes for read in mine), sum(read.nbytes for read in reads if read.ahead)
     return {
         "hits": timing.hits, "misses": timing.misses,
         "late_hits": sum(use.how == LATE_HIT for request in requests for use in request.uses),

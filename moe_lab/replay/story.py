@@ -52,6 +52,7 @@ class Request:
 class Read:
     """One expert brought in. `lane`: DEMAND or PREFETCH, as it was queued. Times in ns, 0 where not reached.
 
+    `nbytes`: brought in; of one that was given up (`dropped`), read until then.
     `took`: the key (layer, expert) that lost its slot to it. `gone_ns`: when it lost its own. `uses`: requests that
     found it, in order.
     """
@@ -194,7 +195,7 @@ def _read_event(
     elif kind == Kind.FAILED:
         mine.failed = True
     else:
-        mine.dropped = True
+        mine.dropped, mine.nbytes = True, value
 
 
 def merged(intervals: list[Interval]) -> list[Interval]:

@@ -9,10 +9,11 @@ import torch
 
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
-from moe_lab.timing import LEVEL
+from moe_lab.timing import EVENTS, LEVEL, EventPool
 
 Level = Literal[0, 1, 2, 3, "S"]
 LEVELS: tuple[Level, ...] = (0, 1, 2, 3, "S")
+TIMED: tuple[Level, ...] = (2, 3, "S")  # those that take a device's own times
 
 
 @contextmanager
@@ -26,11 +27,13 @@ def watching(level: Level, cache: ExpertCache | None, log: EventLog) -> Iterator
 
 @contextmanager
 def _noted(level: Level) -> Iterator[None]:
-    token = LEVEL.set(2 if level in (3, "S") else level)
+    noted = LEVEL.set(2 if level in (3, "S") else level)
+    events = EVENTS.set(EventPool() if level in TIMED else None)
     try:
         yield
     finally:
-        LEVEL.reset(token)
+        EVENTS.reset(events)
+        LEVEL.reset(noted)
 
 
 @contextmanager

@@ -4,39 +4,31 @@ A host arena is read into directly. A device arena is filled through a ring of p
 fills a buffer and queues one copy an expert, on the stream of demand or on that of what is read ahead, so that a copy
 neither waits for the caller's kernels nor stands before an urgent one. Order between streams is kept with events: a
 slot is not overwritten before the work that read it, a buffer not before the copy out of it.
+
+Slots may keep experts in another layout than files (`packing`): on the host the reader packs them, on a device the
+stream of the copy, behind it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from moe_lab._types import Tensor, UInt8
+from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
 from moe_lab.stream.memory import LockedBlock, available_host_bytes, host_block, whole_pages
+from moe_lab.stream.packing import Packing
+from moe_lab.stream.stages import Stage, Stages
 from moe_lab.stream.streams import running_on
-
-
-@dataclass(slots=True, eq=False)
-class Stage:
-    """Where a reader puts one expert's bytes: the slot itself on the host, a ring buffer for a device."""
-
-    view: memoryview
-    tensor: Tensor | None = None
-    copied: Any = None  # event of the last copy out of this buffer, None before the first
-    borrowed: bool = False  # the source's own memory, which no ring takes back
-
-    def wait_writable(self) -> None:
-        """Block the reader thread until the last copy out of this buffer has ended."""
-        if self.copied is not None:
-            self.copied.synchronize()
 
 
 class HostArena:
     """Slots in ordinary memory, uint8 [S, slot_bytes]. Readers write into them: nothing to copy, nothing to order."""
 
     staged = False
+    packs = False  # whether reader threads bring what they read into the slot's layout
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         wanted = slots * slot_bytes
@@ -50,7 +42,9 @@ class HostArena:
         start = slot * self._slot_bytes
         return Stage(self._bytes[start : start + self._slot_bytes])
 
-    def publish(self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False) -> None:
+    def publish(
+        self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False, packing: Packing | None = None
+    ) -> None:
         """The bytes are in place already."""
 
     def recycle(self, stage: Stage) -> None:
@@ -74,6 +68,34 @@ class HostArena:
         """Work on the host is over when the lease ends."""
 
 
+class PackingHostArena(HostArena):
+    """Slots whose layout is not the files': readers fill one of `buffers` buffers of `stage_bytes`, and who reads an
+    expert's last bytes packs it into its slot, before anybody is told that it is there."""
+
+    packs = True
+
+    def __init__(self, slots: int, slot_bytes: int, stage_bytes: int, buffers: int) -> None:
+        super().__init__(slots, slot_bytes)
+        self.stages = Stages(_rows(host_block(buffers * whole_pages(stage_bytes)), buffers, stage_bytes))
+
+    def stage(self, slot: int) -> Stage | None:
+        """The free buffer given back first; None while all are in use."""
+        return self.stages.take()
+
+    def recycle(self, stage: Stage) -> None:
+        """Give the buffer back."""
+        self.stages.give(stage)
+
+    def reclaim(self, in_use: Collection[Stage]) -> None:
+        """Give back every buffer that is not `in_use`."""
+        self.stages.reclaim(in_use)
+
+    def drop(self) -> None:
+        """Give slots and buffers back once the last view of them is gone."""
+        super().drop()
+        self.stages.clear()
+
+
 @dataclass(slots=True)
 class _SlotOrder:
     """Events of one slot: of its copy (None: that is over) and, per stream, of the last work that read it."""
@@ -90,48 +112,62 @@ class DeviceArena:
     """
 
     staged = True
+    packs = False
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device, buffers: int, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        buffers: int,
+        cuda: Any = torch.cuda,
+        *,
+        stage_bytes: int | None = None,
+    ) -> None:
         self._device, self._cuda = device, cuda
         wanted = slots * slot_bytes
         _preflight(wanted, cuda.mem_get_info(device)[0], f"memory on {device}", slots, slot_bytes)
         self.tensor = _allocate(wanted, device, slots, slot_bytes).view(slots, slot_bytes)
+        # raw rows on the device, one for each stream of copies, where slots keep experts in a layout of their own
+        self._raw = {} if stage_bytes is None else {a: self.tensor.new_empty(stage_bytes) for a in (False, True)}
         self._order = [_SlotOrder() for _ in range(slots)]
-        stride = whole_pages(slot_bytes)  # direct reads can be pointed at a page
-        self._block = LockedBlock(buffers * stride, cuda)
-        rows = self._block.tensor.view(buffers, stride)[:, :slot_bytes]
-        self._stages = [Stage(row.numpy().data, row) for row in rows]
+        stage_bytes = slot_bytes if stage_bytes is None else stage_bytes
+        self._block = LockedBlock(buffers * whole_pages(stage_bytes), cuda)
+        self.stages = Stages(_rows(self._block.tensor, buffers, stage_bytes))
         self._targets: dict[tuple[int, int], Tensor] = {}  # by slot and bytes: a view costs as much as queuing a copy
         self._streams: dict[bool, Any] = {}  # of copies on demand and ahead of it, each made with its first copy
-        self._free: dict[int, Stage] = {}  # by id, oldest first: giving a buffer back twice is giving it back once
-        self.reclaim(())
 
     def stage(self, slot: int) -> Stage | None:
         """The free buffer given back first; None while all are being filled or wait to be copied."""
-        return self._free.pop(next(iter(self._free))) if self._free else None
+        return self.stages.take()
 
     @property
     def locked_bytes(self) -> int:
         """Page-locked bytes of the ring."""
         return self._block.locked_bytes
 
-    def publish(self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False) -> None:
-        """Queue the copy of a filled buffer into `slot` on the stream of demand or, `ahead` of it, on another, behind
-        all work that reads the slot.
+    def publish(
+        self, slot: int, stage: Stage, nbytes: int, *, ahead: bool = False, packing: Packing | None = None
+    ) -> None:
+        """Queue the copy of a filled buffer into `slot`, through `packing` where there is one, on the stream of demand
+        or, `ahead` of it, on another, behind all work that reads the slot.
         """
         if ahead not in self._streams:
             self._streams[ahead] = self._cuda.Stream(self._device)
         stream = self._streams[ahead]
         with running_on(stream, self._cuda):
-            self._publish(slot, stage, nbytes, stream)
+            if packing is None:
+                self._publish(slot, stage, stream, lambda: self._copy(slot, stage, nbytes, stream))
+            else:
+                self._publish(slot, stage, stream, lambda: self._pack(slot, stage, nbytes, self._raw[ahead], packing))
 
-    def _publish(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
+    def _publish(self, slot: int, stage: Stage, stream: Any, bring: Callable[[], None]) -> None:
         order = self._order[slot]
         for other, event in order.readers.items():
             if other != stream.cuda_stream and not event.query():
                 stream.wait_event(event)
         try:
-            self._copy(slot, stage, nbytes, stream)
+            bring()
             event = self._event(stream)
         except BaseException:
             stream.synchronize()  # the buffer may be reused without an event: nothing may still be reading it
@@ -140,25 +176,28 @@ class DeviceArena:
         order.readers = {stream.cuda_stream: event}
         stage.copied = event
 
+    def warm(self, packings: Iterable[Packing]) -> None:
+        """Pack into a slot that nobody has yet what lies in the raw row: kernels are compiled and tables made, on the
+        device to stay, before a copy waits for them."""
+        for packing in packings:
+            packing(self._raw[False], self.tensor[0])
+        self._cuda.synchronize(self._device)
+
     def recycle(self, stage: Stage) -> None:
         """Give the buffer back; its next reader waits for the last copy out of it."""
-        if not stage.borrowed:
-            self._free[id(stage)] = stage
+        self.stages.give(stage)
 
     def reclaim(self, in_use: Collection[Stage]) -> None:
         """Give back every buffer that is not `in_use`: an interrupted caller may have lost one."""
-        busy = {id(stage) for stage in in_use}
-        for stage in self._stages:
-            if id(stage) not in busy:
-                self.recycle(stage)
+        self.stages.reclaim(in_use)
 
     def drop(self) -> None:
         """Give slots and ring back once the last view of them is gone."""
         self._cuda.synchronize(self._device)  # work on any stream may still read the slots
         self.tensor = self.tensor.new_empty(0, self.tensor.shape[1])
         self._targets.clear()
-        self._stages.clear()
-        self._free.clear()
+        self._raw.clear()
+        self.stages.clear()
         self._block.close()
 
     def arrived(self, slot: int) -> bool:
@@ -172,7 +211,7 @@ class DeviceArena:
         """Make the current stream wait for bytes that are still being copied."""
         waiting = [self._order[slot].arrived for slot in slots if self._order[slot].arrived is not None]
         if waiting:
-            stream = self._cuda.current_stream(self._device)
+            stream = current_stream(self._device, self._cuda)
             for event in waiting:
                 stream.wait_event(event)
 
@@ -180,7 +219,7 @@ class DeviceArena:
         """Remember the work queued so far on the current stream: it may still read these slots."""
         if not slots:
             return
-        stream = self._cuda.current_stream(self._device)
+        stream = current_stream(self._device, self._cuda)
         event = self._event(stream)
         for slot in slots:
             self._order[slot].readers[stream.cuda_stream] = event
@@ -193,10 +232,21 @@ class DeviceArena:
         source = stage.tensor if len(stage.tensor) == nbytes else stage.tensor[:nbytes]
         target.copy_(source, non_blocking=True)
 
+    def _pack(self, slot: int, stage: Stage, nbytes: int, raw: Tensor, packing: Packing) -> None:
+        """Queue copy and packing on the current stream, whose raw row the pack before has read by then."""
+        assert stage.tensor is not None
+        raw[:nbytes].copy_(stage.tensor[:nbytes], non_blocking=True)
+        packing(raw, self.tensor[slot])
+
     def _event(self, stream: Any) -> Any:
         event = self._cuda.Event(blocking=True)  # a reader thread that waits for it sleeps instead of spinning
         event.record(stream)
         return event
+
+
+def _rows(block: Tensor, rows: int, nbytes: int) -> Tensor:
+    """Buffers that each start on a page: direct reads can be pointed there."""
+    return block.view(rows, whole_pages(nbytes))[:, :nbytes]
 
 
 def _allocate(wanted: int, device: torch.device, slots: int, slot_bytes: int) -> UInt8[Tensor, " wanted"]:

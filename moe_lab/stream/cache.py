@@ -30,7 +30,7 @@ from moe_lab.stream.reader import ReaderPool
 from moe_lab.stream.requests import WAIT_S, Requests, weakly
 from moe_lab.stream.setup import MemoryPlan, make_arena, make_partitions, open_readers, plan_memory
 from moe_lab.stream.sizing import check_size, check_threads, slots_in
-from moe_lab.stream.slots import distinct, split_slots, split_waves
+from moe_lab.stream.slots import distinct, numbers, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.verify import Verifier, Verify, check_verify
 
@@ -125,6 +125,11 @@ class ExpertCache(Requests):
         return sum(part.read_ahead for part in self._partitions)
 
     @property
+    def bytes_dropped(self) -> int:
+        """File bytes read in the background for experts that were given up on their way; `bytes_read` lacks them."""
+        return sum(part.bytes_dropped for part in self._partitions)
+
+    @property
     def stalls(self) -> int:
         """Requests that waited longer than STALL_MS."""
         return self._stalls
@@ -192,7 +197,7 @@ class ExpertCache(Requests):
             raise LabError(
                 "this expert cache belongs to the process that made it (its reader threads do not survive a fork)."
             )
-        lease = Lease(layer, [int(e) for e in experts], self._release, self._dropped, self._finish)
+        lease = Lease(layer, numbers(experts), self._release, self._dropped, self._finish)
         with self._lock:
             self._require_bound()
             self._require_same(source, None)
@@ -218,7 +223,7 @@ class ExpertCache(Requests):
         with self._lock:
             self._require_bound()
             self._require_same(source, None)
-            wanted = list(dict.fromkeys(int(e) for e in experts))
+            wanted = list(dict.fromkeys(numbers(experts)))
             source.check_experts(layer, wanted)
             try:
                 begun = self._wish(layer, wanted)
@@ -242,8 +247,8 @@ class ExpertCache(Requests):
         self._journal.request(note.INELIGIBLE, layer, NONE, reason)
 
     def settle(self, layer: int, experts: Iterable[int]) -> None:
-        """The picks of `layer` are known: guesses for it that no reader has begun, and that are not among `experts`,
-        are given up."""
+        """The picks of `layer` are known: guesses for it that are not among `experts` are given up, those being read at
+        their next piece."""
         with self._lock:
             self._require_bound()
             if not self._line and not any(part.under_way for part in self._partitions):
@@ -253,7 +258,8 @@ class ExpertCache(Requests):
             self._by_layer[layer].cancel(lambda key: key[0] == layer and key not in wanted)
 
     def cancel_prefetches(self) -> int:
-        """Give up background reads that have not begun and that nobody waits for; returns how many experts."""
+        """Give up background reads that nobody waits for, those under way at their next piece; returns how many
+        experts."""
         with self._lock:
             self._require_bound()
             given_up = len(self._line.waiting()) + sum(part.cancel() for part in self._partitions)

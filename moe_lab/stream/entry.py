@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.stream.arena import Stage
 from moe_lab.stream.events import NONE
 from moe_lab.stream.jobs import Job
 from moe_lab.stream.policies.base import Key
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.stages import Stage
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,7 @@ class Entry:
     holds: set[Hold] = field(default_factory=set)
     stage: Stage | None = None
     left: int = 0  # jobs not yet reported
+    stopped: bool = False  # a job was given up while it was read
     jobs: list[Job] | None = None  # None: RESERVED
     ready: bool = False
     ahead: bool = False  # first asked for by a prefetch
@@ -39,7 +40,17 @@ class Entry:
     @property
     def staged(self) -> bool:
         """Read, but not yet copied to the device."""
-        return self.jobs is not None and self.left == 0 and not self.ready
+        return self.jobs is not None and self.left == 0 and not self.ready and not self.stopped
+
+    @property
+    def reading(self) -> int:
+        """Jobs that will still be reported: neither over nor taken back."""
+        return self.left - sum(job.back for job in self.jobs or ()) if self.ahead else self.left
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a job was given up before it had read all of its pieces."""
+        return self.ahead and (self.stopped or any(job.back for job in self.jobs or ()))
 
 
 def read_error(source: ExpertSource, key: Key, cause: Exception) -> LabError:

@@ -48,7 +48,7 @@ class Kind(IntEnum):
     READY = 10  # its bytes are in place               layer, expert, read      [bytes]
     PROMOTED = 11  # demand joined a background read   layer, expert, read, request
     FAILED = 12  # it ended in an error                layer, expert, read
-    DROPPED = 13  # it was given up before it began    layer, expert, read
+    DROPPED = 13  # it was given up                    layer, expert, read      [bytes read until then]
     EVICTED = 14  # an expert lost its slot            layer, expert, read; request: the read that took it  [its lane]
     PREDICTED = 15  # a prediction named an expert     layer, expert, read      [RESIDENT, BEGUN, UNDER_WAY, IN_LINE]
     INELIGIBLE = 16  # a layer made no prediction      layer                    [reason, see stream.prediction]

@@ -11,21 +11,24 @@ drive these steps in any order without threads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from moe_lab.stream import journal as note
-from moe_lab.stream.arena import DeviceArena, HostArena, Stage
+from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.entry import Entry, Hold, read_error
 from moe_lab.stream.events import DEMAND, HIT, LATE, MISS, PREFETCH
-from moe_lab.stream.jobs import JOB_BYTES, REQUEST_BYTES, Job, Piece, cut, split_jobs
+from moe_lab.stream.jobs import AHEAD_BYTES, JOB_BYTES, REQUEST_BYTES, GivenUp, Job, Piece, cut, split_jobs
 from moe_lab.stream.journal import Journal, reader_number
 from moe_lab.stream.policy import Key
 from moe_lab.stream.slots import SlotTable
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.stages import Stage
 from moe_lab.stream.verify import LastRead, Verifier
 
 Submit = Callable[[Sequence[Job]], None]
 Promote = Callable[[Sequence[Job]], None]
-Withdraw = Callable[[Sequence[Job]], bool]
+GiveUp = Callable[[Sequence[Job]], Any]
 Report = Callable[["Entry", Exception | None], None]
 _NO_BYTES = memoryview(b"")
 
@@ -34,9 +37,9 @@ class Partition:
     """The slots of one layer, or of all layers, with their entries.
 
     `report` is called from reader threads with every finished job's entry; it must end in `finish` under the lock.
-    `promote` and `withdraw` are the pool's. `on_arrive(key, slot)` is told of each expert whose bytes are in place.
+    `promote` and `give_up` are the pool's. `on_arrive(key, slot)` is told of each expert whose bytes are in place.
     Totals of finished fills: `misses` (experts that a request found absent), `read_ahead` (experts read in the
-    background), `bytes_read` of both.
+    background), `bytes_read` of both; `bytes_dropped`: read of experts that were given up on their way.
     """
 
     def __init__(
@@ -48,14 +51,14 @@ class Partition:
         report: Report,
         *,
         promote: Promote = lambda jobs: None,
-        withdraw: Withdraw = lambda jobs: False,
+        give_up: GiveUp = lambda jobs: None,
         request_bytes: int = REQUEST_BYTES,
         verifier: Verifier | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.table, self._source, self._arena = table, source, arena
         self._submit, self._report = submit, report
-        self._promote, self._withdraw = promote, withdraw
+        self._promote, self._give_up = promote, give_up
         self._request_bytes, self._verifier = request_bytes, verifier
         self._journal = journal or Journal()
         self.on_arrive: Callable[[Key, int], None] = lambda key, slot: None
@@ -63,7 +66,7 @@ class Partition:
         self.entries: dict[int, Entry] = {}  # by slot
         self.under_way: set[Entry] = set()  # those that `_ahead` holds
         self.misses = self.read_ahead = 0
-        self.bytes_read = 0
+        self.bytes_read = self.bytes_dropped = 0
 
     def plan(self, hold: Hold, keys: Sequence[Key]) -> tuple[list[Entry], int] | None:
         """Pin the whole group for `hold`: its entries and how many are new. None without room: nothing changed."""
@@ -117,16 +120,25 @@ class Partition:
             self._bring(entry)
         return True
 
-    def cancel(self, given_up: Callable[[Key], bool] = lambda key: True) -> int:
-        """Give up background reads that no thread has begun and nobody waits for. Returns how many experts."""
+    def cancel(self, unwanted: Callable[[Key], bool] = lambda key: True) -> int:
+        """Give up background reads that nobody waits for; one that is being read ends at its next piece, unless that
+        was the last. Returns how many experts.
+        """
         count = 0
         for entry in list(self.under_way):
-            unwanted = entry.holds == {self._ahead} and entry.jobs and not entry.ready and given_up(entry.key)
-            if unwanted and self._withdraw(entry.jobs or ()):
-                self._journal.entry(note.DROPPED, entry)
-                self._remove(entry)
+            if entry.holds == {self._ahead} and entry.jobs and not entry.ready and unwanted(entry.key):
+                self._give_up(entry.jobs)
                 count += 1
+                if not entry.reading and entry.given_up:
+                    self._drop(entry)
         return count
+
+    def _drop(self, entry: Entry) -> None:
+        """A read that was given up is over: what it brought in is lost."""
+        nbytes = sum(job.read_bytes for job in entry.jobs or ())
+        self.bytes_dropped += nbytes
+        self._journal.entry(note.DROPPED, entry, nbytes)
+        self._remove(entry)
 
     def advance(self, entry: Entry, *, spread: bool = True) -> bool:
         """Take the next step that can be taken now; True when the bytes are in place. Raises what made the fill fail.
@@ -145,17 +157,30 @@ class Partition:
     def finish(self, entry: Entry, error: Exception | None) -> bool:
         """One of the entry's jobs ended. True when somebody who waits has something to do."""
         entry.left -= 1
-        if error is not None and entry.cause is None:
+        if isinstance(error, GivenUp):
+            entry.stopped = True
+        elif error is not None and entry.cause is None:
             entry.cause = error
-        if entry.left:
+        if entry.reading:
             return False
+        if entry.cause is None and entry.given_up:
+            return self._end_given_up(entry)
         if entry.cause is None:
             if self._journal.log is not None:
                 self._journal.entry(note.DONE, entry, reader_number())
             self._bring(entry)
         else:
             self._remove(entry)
-        return entry.cause is not None or not entry.holds or any(hold.missing == 0 for hold in entry.holds)
+        return entry.cause is not None or not entry.holds or any(not hold.missing for hold in entry.holds)
+
+    def _end_given_up(self, entry: Entry) -> bool:
+        """The last job of a read that was given up has ended; somebody may have asked for the expert meanwhile."""
+        if entry.holds <= {self._ahead}:
+            self._drop(entry)
+            return True
+        entry.stopped = False
+        self._start(entry)
+        return False
 
     def release(self, hold: Hold, entries: Iterable[Entry]) -> None:
         """`hold` is done with these entries."""
@@ -180,7 +205,7 @@ class Partition:
         idle = {e.key for e in entries.values() if e.ready and not e.holds}
         self.table.repair({e.key for e in entries.values()}, idle)
         for entry in list(entries.values()):
-            if entry.jobs is not None and entry.left:
+            if entry.jobs is not None and entry.reading:
                 if resubmit:
                     self._submit(entry.jobs)
             elif not entry.ready and entry.holds <= {self._ahead}:
@@ -212,10 +237,13 @@ class Partition:
             Piece(s.file_offset, stage.view[s.slot_offset : s.slot_offset + s.nbytes], s.tensor, self._request_bytes)
             for s in self._source.segments(*entry.key)
         ]
-        groups = split_jobs(cut(pieces, max(JOB_BYTES, self._request_bytes))) if spread else [pieces]
+        ahead = entry.holds == {self._ahead}
+        most = max(JOB_BYTES, self._request_bytes)
+        small, each = (AHEAD_BYTES, most) if ahead else (most, JOB_BYTES)
+        groups = split_jobs(cut(pieces, small), each) if spread else [pieces]
         done = self._done(entry, stage, len(groups))
         begin = self._journal.starting(entry, stage.wait_writable)
-        jobs = [Job(group, done, begin, background=entry.ahead) for group in groups]
+        jobs = [Job(group, done, begin, background=ahead) for group in groups]
         entry.left = len(jobs)
         entry.jobs = jobs
         self._submit(jobs)
@@ -225,11 +253,17 @@ class Partition:
         return self._arena.stage(entry.slot) if row is None else Stage(_NO_BYTES, row, borrowed=True)
 
     def _done(self, entry: Entry, stage: Stage, jobs: int) -> Callable[[Exception | None], None]:
-        """What a finished job calls: the report, after the checksum where this expert's is wanted."""
-        if self._verifier is None or not self._verifier.wants(entry.key):
+        """What a finished job calls: the report, after the checksum where this expert's is wanted and, in host memory,
+        the packing into the slot's layout."""
+        layer, steps = entry.key[0], []
+        if self._verifier is not None and self._verifier.wants(entry.key):
+            steps.append(partial(self._verifier.check, entry.key, stage.view[: self._source.span_bytes(layer)]))
+        if self._arena.packs and (packing := self._source.packing(layer)) is not None:
+            assert stage.tensor is not None
+            steps.append(partial(packing, stage.tensor, self._arena.tensor[entry.slot]))
+        if not steps:
             return lambda error: self._report(entry, error)
-        data = stage.view[: self._source.span_bytes(entry.key[0])]
-        last = LastRead(self._verifier, entry.key, data, jobs)
+        last = LastRead(jobs, steps)
         return lambda error: self._report(entry, last.after(error))
 
     def _bring(self, entry: Entry) -> None:
@@ -239,7 +273,9 @@ class Partition:
         if self._arena.staged:
             ahead = entry.holds <= {self._ahead}
             try:
-                self._arena.publish(entry.slot, entry.stage, self._source.span_bytes(entry.key[0]), ahead=ahead)
+                layer = entry.key[0]
+                how = {"ahead": ahead, "packing": self._source.packing(layer)}
+                self._arena.publish(entry.slot, entry.stage, self._source.span_bytes(layer), **how)
             except Exception as error:
                 entry.cause = error
                 self._remove(entry)
@@ -270,7 +306,7 @@ class Partition:
         STAGED it is only where an interrupt tore the copy: then it is gone as well."""
         if entry.ready:
             self.table.put_back(entry.key)
-        elif entry.cause is None and (entry.jobs is None or entry.left == 0):
+        elif entry.cause is None and (entry.jobs is None or not entry.reading):
             self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:

@@ -5,7 +5,7 @@ a slot every run starts at a multiple of 256 bytes, so that a kernel's widest lo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from moe_lab.checkpoint.expert_slice import ExpertSlice
 from moe_lab.checkpoint.names import EXPERT
 from moe_lab.errors import LabError
 from moe_lab.formats import WeightFormat, get_format
+from moe_lab.formats.layouts import RAW, REPACKED
 
 PART_NAMES = ("gate", "up", "down")
 ALIGN_BYTES = 256
@@ -24,7 +25,7 @@ class Part:
     """One projection inside a slot: `name` gate, up or down; `shape` (N, Kd) in values; `nbytes` from `slot_offset`.
 
     Formats with scales of their own have parts `beside` the codes: `field` of QuantTensor, `shape` in values of
-    `dtype`.
+    `dtype`. `layout`: of its bytes (`formats.layouts`).
     """
 
     name: str
@@ -35,6 +36,7 @@ class Part:
     field: str = "data"
     dtype: torch.dtype = torch.uint8
     beside: "tuple[Part, ...]" = ()
+    layout: str = RAW
 
     @property
     def format(self) -> str:
@@ -45,6 +47,13 @@ class Part:
     def row_bytes(self) -> int:
         """Bytes of one of the N rows."""
         return self.nbytes // self.shape[0]
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Shape of the part's bytes: [N, row_bytes], or what its layout makes of them."""
+        if self.layout == RAW:
+            return self.shape[0], self.row_bytes
+        return REPACKED[self.layout].room(self.format, *self.shape)
 
     @property
     def all(self) -> "tuple[Part, ...]":
@@ -85,6 +94,10 @@ class LayerGeometry:
     num_experts: int
     parts: tuple[Part, ...]
     runs: tuple[Run, ...]
+    nbytes: int = field(init=False, compare=False)  # read from the files for one expert; asked for at each read
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(run.part.nbytes for run in self.runs))
 
     @property
     def span_bytes(self) -> int:

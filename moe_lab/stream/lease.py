@@ -69,8 +69,9 @@ class Lease:
         if self.pending:
             self._finish(self)
 
-    def views(self, part: Part | str) -> UInt8[Tensor, "S N row_bytes"]:
-        """One part of every slot of the arena, not copied: index it by `slots`. Other slots' bytes are undefined."""
+    def views(self, part: Part | str) -> UInt8[Tensor, "S ..."]:
+        """One part of every slot of the arena, not copied: raw rows [S, N, row_bytes], or `Part.room` of another
+        layout. Index it by `slots`; other slots' bytes are undefined."""
         if self._arena is None:
             raise LabError(f"the lease on layer {self.layer} has ended: its slots may hold other experts by now.")
         if isinstance(part, str):
@@ -78,12 +79,9 @@ class Lease:
             if part not in named:
                 raise LabError(f"layer {self.layer} has no part {part!r}; it has {', '.join(named)}.")
             part = named[part]
-        arena = self._arena
-        return arena.as_strided(
-            (arena.shape[0], part.shape[0], part.row_bytes),
-            (arena.stride(0), part.row_bytes, 1),
-            arena.storage_offset() + part.slot_offset,
-        )
+        arena, room = self._arena, part.room
+        strides = (arena.stride(0), *((room[1],) if len(room) > 1 else ()), 1)
+        return arena.as_strided((arena.shape[0], *room), strides, arena.storage_offset() + part.slot_offset)
 
     def release(self) -> None:
         """End the lease; a second call does nothing. Work queued so far on the current CUDA stream may still read."""

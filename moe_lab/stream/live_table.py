@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.fills import Partition
@@ -84,7 +85,7 @@ class LiveTable:
                 raise LabError(f"slot table: {what} is {got} on the device and {want} on the host.")
 
     def _flush(self) -> None:
-        stream = None if self._cuda is None else self._cuda.current_stream(self._device.device)
+        stream = None if self._cuda is None else current_stream(self._device.device, self._cuda)
         if stream is not None and self._flushed is not None and self._flushed_on != stream.cuda_stream:
             stream.wait_event(self._flushed)
         changes, self._pending = self._pending, {}

@@ -92,8 +92,7 @@ def read_manifest(file: RawFile) -> Manifest:
         raise CheckpointError(file.path, "magic", what, seen=start[:8], wanted=MAGIC)
     length = int.from_bytes(start[8:16], "little")
     if len(start) < 16 or 16 + length > file.size:
-        what = f"its manifest of {length} bytes goes beyond the file's {file.size}."
-        raise CheckpointError(file.path, "truncated", what, seen=file.size, wanted=16 + length)
+        raise _cut(file, "its manifest", max(16, 16 + length))
     if length > MOST_BYTES:
         raise _bad(file, f"is {length} bytes long; at most {MOST_BYTES} are accepted")
     try:
@@ -114,9 +113,11 @@ def _manifest(file: RawFile, value: Any, rows_start: int) -> Manifest:
     if not layers:
         raise _bad(file, "has no layers")
     spans = sorted((at, at + whole_pages(part.row_bytes)) for part in layers.values() for at in part.offsets)
+    if spans and spans[-1][1] > file.size:
+        raise _cut(file, "its last row", spans[-1][1])
     ends = [rows_start, *(end for _, end in spans)]
-    for end, (begin, after) in zip(ends, spans, strict=False):
-        if begin % 4096 or begin < end or after > file.size:
+    for end, (begin, _) in zip(ends, spans, strict=False):
+        if begin % 4096 or begin < end:
             raise _bad(file, f"puts a row at byte {begin}, where none can be (file: {file.size} bytes)")
     texts = {name: value[name] for name in ("model_hash", "model_name", "order")}
     if not all(isinstance(text, str) for text in texts.values()):
@@ -126,7 +127,7 @@ def _manifest(file: RawFile, value: Any, rows_start: int) -> Manifest:
 
 def _layer(file: RawFile, value: Any) -> PackedLayer:
     experts = _whole(value["experts"], 1 << 16, 1)
-    offsets = tuple(_whole(at, file.size) for at in value["offsets"])
+    offsets = tuple(_whole(at, _MOST) for at in value["offsets"])
     sums = tuple(_whole(crc, (1 << 32) - 1, 0) for crc in value["crc32"])
     digests = tuple(value["sha256"])
     if not len(offsets) == len(sums) == len(digests) == experts or not all(isinstance(d, str) for d in digests):
@@ -171,6 +172,11 @@ def _bytes(file: RawFile, offset: int, count: int) -> bytes:
     data = bytearray(count)
     file.read_into(offset, memoryview(data))
     return bytes(data)
+
+
+def _cut(file: RawFile, what: str, end: int) -> CheckpointError:
+    told = f"is cut short: it has {file.size} bytes, {what} ends at byte {end}. Copy or pack it again."
+    return CheckpointError(file.path, "truncated", told, seen=file.size, wanted=end)
 
 
 def _bad(file: RawFile, what: str) -> CheckpointError:

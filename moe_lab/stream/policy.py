@@ -69,6 +69,34 @@ def make_policy(policy: str | object, **options: Any) -> Policy:
     return made
 
 
+def policy_of(text: str) -> str | Policy:
+    """A policy as a command line writes it: a name, or a name and options, "random_oldest:percent=5:seed=1". The first
+    option needs no name, and a percent may say so: "random_oldest:5%". LabError for what is none of this.
+    """
+    name, *given = text.strip().split(":")
+    if not given:
+        return name
+    known = list(inspect.signature(_named(name)).parameters)
+    options: dict[str, Any] = {}
+    for place, one in enumerate(given):
+        option, equals, value = one.rpartition("=")
+        if not equals and place == 0 and known:
+            option = known[0]
+        options[option] = number = _number(value)
+        if number is None or not option:
+            wanted = ":".join(f"{each}=.." for each in known) or "no options"
+            raise LabError(f"eviction policy {text!r}: {one!r} is no option=number; {name} takes {wanted}.")
+    return make_policy(name, **options)
+
+
+def _number(text: str) -> int | float | None:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value
+
+
 def _named(name: str) -> type:
     if name not in POLICIES:
         raise LabError(f"unknown eviction policy {name!r}; wanted {', '.join(POLICIES)} or your own object.")
@@ -138,4 +166,5 @@ __all__ = [
     "make_policy",
     "policy_factory",
     "policy_name",
+    "policy_of",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from moe_lab.arms import ExpertBiases, ExpertStack
 from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import REPACKED, Laid
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.lease import Lease
@@ -43,16 +44,19 @@ class ResidentExperts:
         object.__setattr__(self, "table", DeviceTable.identity(len(self.stack.up), self.stack.up.device))
 
     @classmethod
-    def of(
-        cls, gate: QuantTensor | None, up: QuantTensor, down: QuantTensor, biases: ExpertBiases | None = None
-    ) -> "ResidentExperts":
-        """Stack [E, F, D] (None: experts without a gate), [E, F, D], [E, D, F]."""
+    def of(cls, gate: Laid | None, up: Laid, down: Laid, biases: ExpertBiases | None = None) -> "ResidentExperts":
+        """Stack [E, F, D] (None: experts without a gate), [E, F, D], [E, D, F], all in one layout."""
         return cls(ExpertStack(gate, up, down, {e: e for e in range(len(up))}, biases))
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats of gate (where there is one), up and down."""
         return tuple(q.format for q in self.stack.parts.values())
+
+    @property
+    def layout(self) -> str:
+        """How the experts are kept: a name of `formats.layouts`."""
+        return self.stack.layout
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +100,11 @@ class StreamedExperts:
         return tuple(part.format for part in self.source.parts(self.layer))
 
     @property
+    def layout(self) -> str:
+        """How the cache's slots keep them: a name of `formats.layouts`."""
+        return self.source.layout
+
+    @property
     def slots(self) -> int:
         """Experts that fit at once."""
         return self.cache.slots_for(self.layer)
@@ -120,7 +129,7 @@ class StreamedExperts:
         """Hold `experts` in slots while the block runs; without `wait` it may begin while some are still being read.
         Errors name file, layer and expert."""
         with self.cache.lease(self.source, self.layer, list(experts), wait=wait) as lease:
-            gate, up, down = (_stack(part, lease) for part in self.source.parts(self.layer))
+            gate, up, down = (_stack(part, lease) for part in self.source.slot_parts(self.layer))
             slot_of = dict(zip(experts, lease.slots.tolist(), strict=True))
             stack = ExpertStack(gate, up, down, slot_of, self.biases)
             counts = lease.hits, lease.misses, lease.bytes_read
@@ -136,10 +145,12 @@ class StreamedExperts:
         return self.cache.absent(self.source, layer, experts)
 
 
-def _stack(part: Part, lease: Lease) -> QuantTensor:
+def _stack(part: Part, lease: Lease) -> Laid:
     """A part of every slot as one tensor, nothing copied; scales as its format holds them."""
     views = {p.field: lease.views(p).view(p.dtype) for p in part.all}
     slots = len(views["data"])
+    if part.layout in REPACKED:
+        return REPACKED[part.layout](views["data"], part.format, (slots, *part.shape))
     if "global_scale" in views:
         views["global_scale"] = views["global_scale"].float().reshape(slots)
     return QuantTensor(shape=(slots, *part.shape), format=part.format, codec=part.codec, **views)

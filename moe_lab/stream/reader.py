@@ -1,9 +1,10 @@
 """Background threads that read file pieces into memory the caller owns.
 
-One descriptor a thread. Two lanes: what somebody waits for (urgent) goes before what somebody may want (background),
-and at most `background` threads read for the second at once, so that an urgent job finds a thread within one job's
-time. A background job that turns out to be wanted is promoted, never read twice; one that is not is withdrawn. The pool
-knows nothing about slots, policies or devices.
+One descriptor a thread. Two lanes: what somebody waits for (urgent) goes before what somebody may want (background).
+At most `background` threads read for the second at once, none begins while an urgent job is read, and one that reads
+already lays its job aside at the next piece: guesses get the disk's spare time and no other. A background job that
+turns out to be wanted is promoted, never read twice; one that is not is given up, at the next piece if it was begun.
+The pool knows nothing about slots, policies or devices.
 """
 
 import sys
@@ -15,11 +16,12 @@ from queue import SimpleQueue
 
 from moe_lab.errors import LabError
 from moe_lab.stream.interval import short_switches
-from moe_lab.stream.jobs import Job, read_piece
+from moe_lab.stream.jobs import GivenUp, Job, give_up, read_piece
 from moe_lab.stream.joined import Readable
 
 MAX_THREADS = 64
 _CLOSE_S = 2.0
+_LATER = GivenUp()  # a job that was laid aside: it is neither done nor over
 
 
 class ReaderPool:
@@ -34,6 +36,7 @@ class ReaderPool:
         self._urgent: deque[Job] = deque()
         self._background: deque[Job] = deque()
         self._ahead: set[Job] = set()  # background jobs being read
+        self._wanted: set[Job] = set()  # urgent ones being read
         self.background = max(1, len(files) // 2) if background is None else background
         self._closing = False
         self._users = {id(file): sum(other is file for other in files) for file in files}
@@ -62,22 +65,25 @@ class ReaderPool:
                 self._wake.put(True)
 
     def promote(self, jobs: Iterable[Job]) -> None:
-        """Somebody waits for these now: those that are still queued change lanes."""
+        """Somebody waits for these now: those that are still queued change lanes, those being read go on to the end."""
         with self._lock:
             for job in jobs:
-                if job.background and not job.claimed:
-                    job.background = False
+                if not job.background:
+                    continue
+                job.background = job.stop = False
+                if job in self._ahead:
+                    self._ahead.discard(job)
+                    self._wanted.add(job)
+                elif job.free:
                     self._urgent.append(job)  # its old place is passed over, as it will be claimed by then
                     self._wake.put(True)
 
-    def withdraw(self, jobs: Sequence[Job]) -> bool:
-        """Take jobs back, which are then never done nor reported; False, and nothing changed, if one was begun."""
+    def give_up(self, jobs: Iterable[Job]) -> None:
+        """Nobody wants these any more. Those that no thread reads are never done nor reported; the others end with
+        GivenUp at their next piece, or as ever if that was the last.
+        """
         with self._lock:
-            if any(job.claimed for job in jobs):
-                return False
-            for job in jobs:
-                job.claimed = True
-            return True
+            give_up(jobs)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the threads: queued jobs are reported as failed, reads under way end. A second call does nothing.
@@ -100,46 +106,81 @@ class ReaderPool:
             if (job := self._take()) is not None:  # None: another thread, or the lane's limit, was faster
                 with short_switches():
                     while job is not None:
-                        self._do(file, job)
-                        job = self._take(job)
+                        job = self._take(self._do(file, job))
         with self._lock:
             self._users[id(file)] -= 1
             last = self._users[id(file)] == 0
         if last:
             file.close()
 
-    def _do(self, file: Readable, job: Job) -> None:
+    def _do(self, file: Readable, job: Job) -> Job | None:
+        """The job, once it is over; None where it was laid aside: another thread may have it by now."""
         try:
-            job.done(self._run(file, job))
+            ended = self._run(file, job)
+            if ended is _LATER:
+                return None
+            job.done(ended)
         except Exception:
             # A broken callback must not cost a thread: the next jobs would wait for ever.
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        return job
 
     def _take(self, ended: Job | None = None) -> Job | None:
         """The next job to do, urgent ones first; None where there is none that may be done now."""
         with self._lock:
             if ended is not None:
-                self._ahead.discard(ended)
+                self._let_go(ended)
             while self._urgent:
                 job = self._urgent.popleft()
-                if not job.claimed:
+                if job.free:
                     job.claimed = True
+                    self._wanted.add(job)
                     return job
-            while self._background and (len(self._ahead) < self.background or self._closing):
+            while self._background and (self._idle() or self._closing):
                 job = self._background.popleft()
-                if not job.claimed:
+                if job.free:
                     job.claimed = True
                     self._ahead.add(job)
                     return job
         return None
+
+    def _idle(self) -> bool:
+        """Whether another background job may be read."""
+        return not self._wanted and len(self._ahead) < self.background
+
+    def _let_go(self, job: Job) -> None:
+        """A thread is done with `job`; behind the last urgent one those wake up who stood back for it."""
+        self._ahead.discard(job)
+        if job in self._wanted:
+            self._wanted.discard(job)
+            if not self._wanted and not self._urgent:
+                for _ in range(min(self.background, len(self._background))):
+                    self._wake.put(True)
+
+    def _lays_aside(self, job: Job) -> bool:
+        """Put a background job back to the head of its lane where somebody waits for other reads."""
+        if not self._urgent and not self._wanted:  # asked without the lock, as mostly nobody does
+            return False
+        with self._lock:
+            if not job.background or job.stop or self._closing or not (self._urgent or self._wanted):
+                return False
+            self._ahead.discard(job)
+            job.claimed = False
+            self._background.appendleft(job)
+            return True
 
     def _run(self, file: Readable, job: Job) -> Exception | None:
         if self._closing:
             return LabError("the expert cache was closed before this read began.")
         try:
             job.writable()
-            for piece in job.pieces:
-                read_piece(file, piece)
+            while job.at < len(job.pieces):
+                if job.stop:
+                    return GivenUp()
+                if job.background and self._lays_aside(job):
+                    return _LATER
+                read_piece(file, job.pieces[job.at])
+                job.at += 1
         except Exception as error:
             return error
         return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moe_lab.checks import wants
 from moe_lab.errors import LabError
 from moe_lab.stream import journal as note
 from moe_lab.stream.ahead import Line
@@ -66,7 +67,7 @@ class Requests:
         arrived = [entry.ready and self._arena.arrived(entry.slot) for entry in lease.entries]
         lease.pending = [entry for entry, there in zip(lease.entries, arrived, strict=True) if not there]
         lease.bytes_read = lease.misses * self._source.expert_nbytes(lease.layer)
-        lease.open(self._arena.tensor, self._source.parts(lease.layer))
+        lease.open(self._arena.tensor, self._source.slot_parts(lease.layer))
 
     def _plan(self, lease: Lease, timeout_s: float) -> None:
         assert self._source is not None
@@ -160,7 +161,8 @@ class Requests:
                 if entry.jobs is None and entry.cause is None:
                     return
             self._short.popleft()
-        self._read_ahead()
+        if self._line:
+            self._read_ahead()
 
     def _read_ahead(self) -> list[Key]:
         """Begin background reads in the line's order as far as limit, slots and buffers allow; returns those begun."""
@@ -255,6 +257,12 @@ class Requests:
 
     def _require_same(self, source: ExpertSource, device: torch.device | None) -> None:
         assert self._source is not None
+        wants("source", source, ExpertSource, "where the experts come from, as ckpt.expert_source is")
+        if source.layout != self._source.layout:
+            raise LabError(
+                f"this expert cache keeps experts in layout {self._source.layout!r}, not in {source.layout!r}. Make a "
+                "second cache."
+            )
         if not self._source.same_as(source):
             raise LabError(
                 f"this expert cache serves {self._source.path}; it cannot serve {source.path} as well "

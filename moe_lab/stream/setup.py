@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_lab.formats.layouts import RAW
 from moe_lab.stream.access import IoMode
-from moe_lab.stream.arena import DeviceArena, HostArena
+from moe_lab.stream.arena import DeviceArena, HostArena, PackingHostArena
 from moe_lab.stream.direct import SCRATCH_BYTES
 from moe_lab.stream.entry import Entry
 from moe_lab.stream.fills import Partition
@@ -25,8 +26,9 @@ SPARE_BUFFERS = 2  # buffers of a device's ring beyond one a thread: being copie
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes a cache takes: `slot_bytes` each in `slots`, on the device or the host, page-locked buffers of a GPU's, and
-    what direct readers widen unaligned reads in (`scratch_bytes`, at most).
+    """Bytes a cache takes: `slot_bytes` each in `slots`, on the device or the host, page-locked buffers of a GPU's,
+    what direct readers widen unaligned reads in (`scratch_bytes`, at most), and beside the slots, where they keep
+    another layout than files, room for raw experts (`raw_bytes`).
 
     Exact to a page. What Python and torch take themselves is not in it.
     """
@@ -37,11 +39,12 @@ class MemoryPlan:
     locked_bytes: int
     scratch_bytes: int
     on_host: bool
+    raw_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: the arena of a CPU cache, or the ring of a GPU's, and the scratch."""
-        return (self.arena_bytes if self.on_host else 0) + self.locked_bytes + self.scratch_bytes
+        """Host memory: the arena of a CPU cache with its raw buffers, or the ring of a GPU's, and the scratch."""
+        return (self.arena_bytes + self.raw_bytes if self.on_host else 0) + self.locked_bytes + self.scratch_bytes
 
 
 def plan_memory(
@@ -49,16 +52,23 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for `slots` slots of `source` on `device`, read by `threads` as `io_mode` says."""
     on_host = device.type == "cpu"
-    ring = 0 if on_host else (threads + SPARE_BUFFERS) * whole_pages(source.slot_bytes)
+    buffers = (threads + SPARE_BUFFERS) * whole_pages(source.stage_bytes)
+    ring = 0 if on_host else buffers
+    raw = 0 if source.layout == RAW else buffers if on_host else 2 * source.stage_bytes
     scratch = threads * SCRATCH_BYTES if "direct" in io_mode else 0
-    return MemoryPlan(slots, source.slot_bytes, slots * source.slot_bytes, ring, scratch, on_host)
+    return MemoryPlan(slots, source.slot_bytes, slots * source.slot_bytes, ring, scratch, on_host, raw)
 
 
 def make_arena(source: ExpertSource, slots: int, threads: int, device: torch.device) -> HostArena | DeviceArena:
-    """Memory for the slots. LabError when it cannot be had."""
+    """Memory for the slots, and what packs experts into their layout, ready. LabError when it cannot be had."""
+    buffers, size = threads + SPARE_BUFFERS, source.slot_bytes
+    if source.layout == RAW:
+        return HostArena(slots, size) if device.type == "cpu" else DeviceArena(slots, size, device, buffers=buffers)
     if device.type == "cpu":
-        return HostArena(slots, source.slot_bytes)
-    return DeviceArena(slots, source.slot_bytes, device, buffers=threads + SPARE_BUFFERS)
+        return PackingHostArena(slots, size, source.stage_bytes, buffers)
+    arena = DeviceArena(slots, size, device, buffers=buffers, stage_bytes=source.stage_bytes)
+    arena.warm(packing for layer in source.layers if (packing := source.packing(layer)) is not None)
+    return arena
 
 
 def open_readers(source: ExpertSource, threads: int, io: IoMode) -> list[Readable]:
@@ -94,7 +104,7 @@ def make_partitions(
     return {
         share: Partition(
             SlotTable(share, make_policy()), source, arena, pool.submit, report, promote=pool.promote,
-            withdraw=pool.withdraw, request_bytes=request_bytes, verifier=verifier, journal=journal,
+            give_up=pool.give_up, request_bytes=request_bytes, verifier=verifier, journal=journal,
         )
         for share in dict.fromkeys(shares)
     }  # fmt: skip

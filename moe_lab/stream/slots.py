@@ -6,12 +6,22 @@ distinct keys that must be resident at once: the hits are pinned first, only the
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from operator import index
 from typing import TypeVar
 
+from moe_lab.checks import wants_wholes
 from moe_lab.errors import LabError
 from moe_lab.stream.policy import Key, Policy, blame, policy_name
 
 _T = TypeVar("_T")
+
+
+def numbers(experts: Iterable[int]) -> list[int]:
+    """The experts' numbers in the order given. LabTypeError for what is none: 2.0 would read expert 2, 2.5 as well."""
+    try:
+        return [index(expert) for expert in experts]
+    except TypeError:
+        return wants_wholes("experts", experts)  # says which
 
 
 def distinct(experts: Iterable[int]) -> list[int]:

@@ -16,9 +16,11 @@ from moe_lab.checkpoint.names import EXPERT
 from moe_lab.checkpoint.rawfile import FileIdentity, RawFile, ReadCall
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.formats import WeightFormat
+from moe_lab.formats.layouts import RAW, check_layout
 from moe_lab.stream.access import IoMode, open_files
 from moe_lab.stream.geometry import LayerGeometry, Part, Segment, aligned, lay_out
 from moe_lab.stream.joined import Readable, starts_of
+from moe_lab.stream.packing import Packing, kept_parts
 
 # (tensor name, format, offset of expert 0 in the file, bytes per expert, (E, N, Kd)): experts one after another
 PlainSlice = tuple[str, str | WeightFormat, int, int, Sequence[int]]
@@ -42,7 +44,14 @@ class ExpertSource:
     The files' identities are taken now, or given when the caller read their headers earlier; `open` refuses a file that
     has changed since. `read_call` stands in for `os.preadv` (fault tests). LabError for a geometry that cannot be,
     CheckpointError for one past a file's end.
+
+    `slot_bytes` is what a cache's slot takes, in `layout`; `stage_bytes` what an expert takes on its way there, raw.
     """
+
+    layout: str = RAW
+    slot_bytes: int
+    _kept: "Mapping[int, tuple[Part, ...]] | None" = None
+    _raw_slot_bytes: int | None = None
 
     def __init__(
         self,
@@ -88,8 +97,26 @@ class ExpertSource:
         return f"ExpertSource({str(self.path)!r}, {len(self._layers)} layers, slot {self.slot_bytes} bytes)"
 
     def same_as(self, other: "ExpertSource") -> bool:
-        """Whether both name the same bytes: same file, same state of it, same geometry."""
-        return self is other or (self._identities == other._identities and self._layers == other._layers)
+        """Whether both name the same bytes: same file, same state of it, same geometry, same layout of slots."""
+        if self is other:
+            return True
+        return (self._identities, self._layers, self.layout) == (other._identities, other._layers, other.layout)
+
+    def kept_as(self, layout: str) -> "ExpertSource":
+        """The same experts, kept by slots in a layout of `formats.layouts`: itself where they are. LabError naming the
+        first part that has no such layout."""
+        check_layout(layout)
+        if layout == self.layout:
+            return self
+        other = copy.copy(self)
+        other.layout, other._raw_slot_bytes = layout, self.stage_bytes
+        if layout == RAW:
+            other._kept, other.slot_bytes = None, self.stage_bytes
+            return other
+        kept = {layer: kept_parts(layer, g.parts, layout) for layer, g in self._layers.items()}
+        other._kept = kept
+        other.slot_bytes = aligned(max(parts[-1].slot_offset + parts[-1].nbytes for parts in kept.values()))
+        return other
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -113,8 +140,22 @@ class ExpertSource:
                 raise LabError(f"layer {layer} has no expert {expert}: wanted 0..{count - 1}.")
 
     def parts(self, layer: int) -> tuple[Part, ...]:
-        """gate, up, down of one layer with their place in a slot."""
+        """gate, up, down of one layer, raw, with their place in what is read (and in a slot that keeps them so)."""
         return self._layer(layer).parts
+
+    def slot_parts(self, layer: int) -> tuple[Part, ...]:
+        """The same as slots keep them."""
+        raw = self._layer(layer).parts
+        return raw if self._kept is None else self._kept[layer]
+
+    def packing(self, layer: int) -> Packing | None:
+        """What brings an expert's raw bytes into a slot; None where slots keep them raw."""
+        return None if self._kept is None else Packing(self._layer(layer).parts, self._kept[layer])
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a buffer that holds any expert as it is read."""
+        return self.slot_bytes if self._raw_slot_bytes is None else self._raw_slot_bytes
 
     def geometry(self, layer: int) -> LayerGeometry:
         """How the layer's experts lie in the files and in a slot."""
@@ -122,7 +163,7 @@ class ExpertSource:
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes read from the file for one expert of `layer`."""
-        return sum(run.part.nbytes for run in self._layer(layer).runs)
+        return self._layer(layer).nbytes
 
     def span_bytes(self, layer: int) -> int:
         """Bytes of a slot that `layer` fills, gaps between the parts included."""

@@ -44,6 +44,11 @@ class TableExperts:
         return tuple(q.format for q in self.stack.parts.values())
 
     @property
+    def layout(self) -> str:
+        """How the experts are kept."""
+        return self.stack.layout
+
+    @property
     def device(self) -> torch.device:
         """Where the arena lives."""
         return self.stack.up.device

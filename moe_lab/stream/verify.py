@@ -7,7 +7,7 @@ last read, before anybody is told that it is there. It costs one pass over the b
 import threading
 import time
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from moe_lab.errors import CheckpointError, LabError
@@ -63,23 +63,25 @@ class Verifier:
         return CheckpointError(self._source.path, "checksum", what, seen=f"{found:08x}", wanted=f"{wanted:08x}")
 
 
-@dataclass(slots=True, eq=False)
 class LastRead:
-    """Checks an expert when the last of its jobs has ended, whichever thread that is."""
+    """Takes `steps` (checking, packing) when the last of an expert's `jobs` has ended, in whichever thread that is; the
+    first that returns or raises an error is the last."""
 
-    verifier: Verifier
-    key: Key
-    data: memoryview
-    left: int
+    def __init__(self, jobs: int, steps: Sequence[Callable[[], Exception | None]]) -> None:
+        self._steps, self._left, self._lock = steps, jobs, threading.Lock()
+        self._whole = True
 
     def after(self, error: Exception | None) -> Exception | None:
         """What to report for a job that ended with `error`."""
-        with self.verifier._lock:
-            self.left -= 1
-            last = self.left == 0
-        if error is not None or not last:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+            self._whole = (
+                self._whole and error is None
+            )  # bytes that another job failed to bring, or gave up, are no news
+        if error is not None or not last or not self._whole:
             return error
         try:
-            return self.verifier.check(self.key, self.data)
+            return next((wrong for step in self._steps if (wrong := step()) is not None), None)
         except Exception as failed:
             return failed

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
@@ -20,6 +21,19 @@ pytestmark = [
 
 LONG_CYCLES = 50_000_000  # about 30 ms of a GPU at 1.7 GHz: far longer than a read of these files
 BIG_ROWS, BIG_COLUMNS, BIG_EXPERTS = 1024, 683, 100  # three f32 parts: 8.4 MB an expert
+
+
+def test_the_current_stream_is_torchs():
+    device, side = torch.device("cuda", 0), torch.cuda.Stream()
+    for stream in (torch.cuda.default_stream(), side):
+        with torch.cuda.stream(stream):
+            mine = current_stream(device)
+            assert (mine, mine.cuda_stream) == (stream, stream.cuda_stream)
+            assert current_stream(device) is mine
+            event = torch.cuda.Event()
+            event.record(mine)
+            mine.wait_event(event)
+    assert current_stream(torch.device("cuda")) == torch.cuda.current_stream()
 
 
 def bound(source: ExpertSource, **how) -> ExpertCache:
@@ -166,7 +180,7 @@ def test_s11_failed_page_locking_falls_back_with_one_warning(source: ExpertSourc
 
 def test_the_ring_is_page_locked(source: ExpertSource):
     with bound(source, slots=4, threads=3) as cache:
-        stages = cache._arena._stages  # type: ignore[union-attr]
+        stages = cache._arena.stages.every  # type: ignore[union-attr]
         assert len(stages) >= 5
         assert all(stage.tensor.is_pinned() for stage in stages)
 

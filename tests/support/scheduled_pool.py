@@ -13,7 +13,7 @@ import pytest
 from moe_lab.errors import CheckpointError
 from moe_lab.stream import cache as cache_module
 from moe_lab.stream.cache import ExpertCache
-from moe_lab.stream.jobs import Job, read_piece
+from moe_lab.stream.jobs import Job, give_up, read_piece
 from moe_lab.stream.joined import Readable
 from moe_lab.stream.reader import ReaderPool
 
@@ -39,12 +39,8 @@ class ScheduledPool(ReaderPool):
         for job in jobs:
             job.background = False
 
-    def withdraw(self, jobs: Sequence[Job]) -> bool:
-        if any(job.claimed for job in jobs):
-            return False
-        for job in jobs:
-            job.claimed = True
-        return True
+    def give_up(self, jobs: Iterable[Job]) -> None:
+        give_up(jobs)
 
     def close(self, timeout_s: float = 0.0) -> None:
         for file in self._files:
@@ -52,7 +48,7 @@ class ScheduledPool(ReaderPool):
 
     def run_one(self) -> bool:
         """One of the jobs that wait, whichever lane it is in; False where there is none."""
-        self.jobs = [job for job in self.jobs if not job.claimed]
+        self.jobs = [job for job in self.jobs if job.free]
         if not self.jobs:
             return False
         job = self.jobs.pop(self.choose(len(self.jobs)))
@@ -62,8 +58,9 @@ class ScheduledPool(ReaderPool):
         if self.failing():
             job.done(CheckpointError("made-up.bin", "truncated", "made up"))
             return True
-        for piece in job.pieces:
-            read_piece(self._files[0], piece)
+        while job.at < len(job.pieces):
+            read_piece(self._files[0], job.pieces[job.at])
+            job.at += 1
         job.done(None)
         return True
 

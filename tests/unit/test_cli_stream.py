@@ -43,6 +43,11 @@ def test_pack_writes_every_expert_and_verifies(run: Shown, tmp_path: Path):
     assert row["bytes"] == out.stat().st_size
 
 
+def test_verify_says_what_it_read(capsys: pytest.CaptureFixture[str], packed: Path):
+    assert main(["pack", str(packed), "--verify"]) == 0
+    assert "read back 192 rows of 6 layers: CRC-32 of each row, SHA-256" in capsys.readouterr().out
+
+
 def test_verify_of_a_broken_file_is_exit_code_1(run: Shown, packed: Path, tmp_path: Path):
     code, shown, _ = run("pack", packed, "--verify")
     assert (code, [row["wrong"] for row in shown["rows"]]) == (0, [0] * 6)
@@ -83,6 +88,7 @@ def test_a_chain_goes_from_the_most_picked_to_its_nearest():
         (["calibrate", "nowhere"], "no such file"),
         (["calibrate", ".", "--rounds", "0"], "--rounds 0"),
         (["calibrate", ".", "--gib", "-1"], "--gib -1"),
+        (["calibrate", ".", "--gib", "1e9"], "--gib 1e+09: wanted the size of a file to write, above 0 and at most"),
     ],
     ids=lambda v: " ".join(v[:1] + v[2:]) if isinstance(v, list) else "",
 )
@@ -140,8 +146,10 @@ def test_run_step_by_step_is_the_replay(run: Shown):
 
 def test_run_step_by_step_tells_people_a_row_a_layer(capsys: pytest.CaptureFixture[str]):
     words = ["run", str(lab.sample()), "--tokens", "2", "--step-tokens", "1", "--layer", "1", "--cache-slots", "4"]
-    assert main(words) == 0
+    assert main([*words, "--prefetch", "2", "--policy", "random_oldest:5%"]) == 0
     out = capsys.readouterr().out
+    assert "no prediction from layer 1: it is the last MoE layer" in out
+    assert "policy='random_oldest(percent=5)'" in out
     assert "demand wait ms" in out
     assert "2 recorded tokens, 1 a step" in out
     assert "streamed, cold: ExpertCache(slots=4" in out

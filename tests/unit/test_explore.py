@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -358,5 +359,25 @@ def test_the_timeline_explorer_has_a_frame_a_step() -> None:
         recording = run(ckpt, tokens=3, layers=[1], cache=cache, arm="reference")
     found = explore.timeline(recording, 2)
     assert [found.drawn(i)[1].split(":")[0] for i in range(2)] == ["step 1", "step 2"]
-    with pytest.raises(lab.LabError, match="asked for 0"):
+    with pytest.raises(lab.LabError, match=r"most \(of lab.explore.timeline\) is 0; wanted 1..64"):
         explore.timeline(recording, 0)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda t, c: explore.buy(t, c, 1.5), "capacity is 1.5 .*; wanted a whole number"),
+        (lambda t, c: explore.buy(t, c, 0), "capacity is 0; wanted 1 or more"),
+        (lambda t, c: explore.buy(t, "cheap", 6), "cost is 'cheap' .*; wanted a cost model"),
+        (lambda t, c: explore.buy(t, c, 6, disk=2), "disk is 2 .*; wanted several factors"),
+        (lambda t, c: explore.buy(t, c, 6, slots=["x"]), "slots is 'x' .*; wanted a number"),
+        (lambda t, c: explore.buy(t, c, 6, slots=()), "slots is a tuple; wanted several factors"),
+        (lambda t, c: explore.timeline("x"), "recording is 'x' .*; wanted what moe_lab.replay.run leaves"),
+        (lambda t, c: lab.caching.Change(name="x", disk=0), "Change.disk is 0; wanted a factor above 0"),
+    ],
+    ids=["slots-1.5", "slots-0", "cost", "disk", "slots-text", "no-slots", "recording", "change"],
+)
+def test_what_explorers_do_not_take_is_named(call: Callable[..., Any], told: str) -> None:
+    with pytest.raises(lab.LabError, match=told):
+        call(random_trace(tokens=4), frames.cost_model())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import moe_lab as lab
 from moe_lab.caching import previous_token
@@ -16,7 +17,9 @@ from moe_lab.replay.story import length_ms
 from moe_lab.simulate import steps
 from moe_lab.stream.faults import FaultyReads
 from moe_lab.stream.policy import POLICIES
+from moe_lab.timing import EventPool
 from moe_lab.tolerances import tol
+from tests.support.fake_cuda import FakeEvent, FakeStream
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, SLOTS = [1, 2], 12
@@ -147,7 +150,7 @@ def test_every_read_ends_once_and_every_byte_is_told(ckpt):
     with lab.ExpertCache(slots=SLOTS) as cache:
         found = run(ckpt, tokens=4, layers=LAYERS, cache=cache, options=lab.Options(prefetch=3))
         cache.close()
-        nbytes = cache.bytes_read
+        nbytes = cache.bytes_read + cache.bytes_dropped
     reads = found.story.reads.values()
     ended = [(bool(read.ready_ns), read.failed, read.dropped) for read in reads]
     assert all(sum(one) <= 1 for one in ended)
@@ -287,7 +290,11 @@ def test_reading_ahead_moves_no_bound_above_the_wall(ckpt, trace):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"level": 4}, "wanted 0, 1, 2, 3, 'S'"), ({"layers": [9]}, "layer 9 is not in both"),
+        ({"level": 4}, "wanted 0, 1, 2, 3, 'S'"), ({"level": True}, "level=True; wanted 0"),
+        ({"level": 1.0}, "level=1.0; wanted 0"), ({"seed": "x"}, "seed is 'x' .*; wanted a whole number"),
+        ({"seed": -1}, "seed is -1; wanted 0 or more"),
+        ({"forecast": [1]}, "forecast is a list; wanted a RoutingTrace"),
+        ({"cache": 4}, "cache is 4 .*; wanted an ExpertCache, or None"), ({"layers": [9]}, "layer 9 is not in both"),
         ({"layers": [3, 3]}, "names a layer twice"),
         ({"tokens": 0}, "nothing"),
         ({"step_tokens": 0}, "step_tokens"), ({"most_events": 0}, "most_events"),
@@ -304,5 +311,36 @@ def test_a_trace_of_another_model_is_refused(ckpt, trace):
         run(ckpt, replace(trace, width=64), layers=LAYERS)
     with pytest.raises(LabError, match="the forecast has 3 tokens"):
         run(ckpt, trace, layers=LAYERS, forecast=trace.part(0, 3))
+    with pytest.raises(LabError, match=r"the forecast names experts among R=64, layer 1 routes among R=32"):
+        run(ckpt, trace, layers=LAYERS, forecast=replace(trace, width=64))
     with pytest.raises(LabError, match="resident: give a cache"):
         run(ckpt, trace, layers=LAYERS, forecast=trace)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("wrong", ["cache", "level", "speed"])
+def test_overhead_names_what_it_does_not_take(ckpt, wrong: str):
+    with pytest.raises(LabError, match=f"overhead takes no '{wrong}'; it makes a cache of `slots` of its own"):
+        overhead(ckpt, slots=4, **{wrong: None})
+
+
+def test_a_pool_makes_events_before_the_step_and_hands_each_out_once(monkeypatch: pytest.MonkeyPatch):
+    made: list[FakeEvent] = []
+
+    def new(**how: bool) -> FakeEvent:
+        made.append(FakeEvent())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", new)
+    pool, stream = EventPool(), FakeStream(1)
+    pool.fill(3, stream)
+    pool.fill(3, stream)
+    assert len(made) == len(stream.queue) == 3  # recorded: that is when an event comes into being
+    taken = [pool.take() for _ in range(4)]
+    assert len(made) == len(set(map(id, taken))) == 4
+
+
+def test_the_function_in_the_packages_place_has_what_is_in_the_package():
+    assert lab.replay.run is run  # type: ignore[attr-defined]
+    assert lab.replay.summary is summary  # type: ignore[attr-defined]
+    assert lab.simulate.steps is steps  # type: ignore[attr-defined]

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
 import moe_lab as lab
+from moe_lab.plots import waits
 from moe_lab.replay import stalls, summary
+from tests.support import cache_stories
 from tests.support.cache_stories import Script, falling, five_fates, replayed, spans
 
 
@@ -58,6 +62,17 @@ def test_stalls_name_the_first_cause():
     assert title(axes) == "100% of the waiting: never predicted"
     axes = lab.plot.wait_ecdf(stalls(s.story, {0: range(2)}))
     assert title(axes) == "Half of the absent experts are there after 1 ms, 99 % after 1 ms"
+
+
+@pytest.mark.parametrize("spread", [1.2, 3.0, 30.0, 1000.0])
+def test_waits_of_any_spread_have_ticks_to_be_read_from(spread: float):
+    one = cache_stories.waited().filter(items=waits.STALLS).iloc[:1]
+    latencies = np.geomspace(0.7, 0.7 * spread, 20)
+    axes = lab.plot.wait_ecdf(pd.concat([one.assign(latency_ms=ms) for ms in latencies]))
+    low, high = axes.get_xlim()
+    inside = [t.get_text() for t in axes.get_xticklabels() if low <= t.get_position()[0] <= high]
+    assert 2 <= sum(bool(text) for text in inside) <= 14
+    assert spread < 3 or len(inside) >= 3
 
 
 def test_prefetch_counts_what_was_used():

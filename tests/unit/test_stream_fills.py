@@ -9,10 +9,11 @@ from moe_lab.errors import CheckpointError, LabError
 from moe_lab.stream import fills
 from moe_lab.stream.arena import HostArena
 from moe_lab.stream.fills import Entry, Hold, Partition
-from moe_lab.stream.jobs import Job, split_jobs
+from moe_lab.stream.jobs import GivenUp, Job, split_jobs
 from moe_lab.stream.policy import LRU
 from moe_lab.stream.slots import SlotTable
 from moe_lab.stream.source import ExpertSource
+from moe_lab.stream.verify import LastRead
 from tests.support.expert_files import write_experts
 from tests.support.fake_cuda import FakeCuda, LateArena
 
@@ -21,7 +22,7 @@ KEY = (0, 3)
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExpertSource:
-    monkeypatch.setattr(fills, "split_jobs", lambda pieces: split_jobs(pieces, at_least=1))  # three jobs an expert
+    monkeypatch.setattr(fills, "split_jobs", lambda pieces, most: split_jobs(pieces, 1))  # three jobs an expert
     return write_experts(tmp_path / "x.bin")
 
 
@@ -114,14 +115,14 @@ def test_a_torn_submission_is_made_good_for_those_who_joined(source: ExpertSourc
 def test_a_torn_start_keeps_its_buffer_for_the_next_try(source: ExpertSource, monkeypatch: pytest.MonkeyPatch):
     arena = LateArena(2, source.slot_bytes, 1, FakeCuda())
     bench = Bench(source, arena)
-    free = len(arena._free)
+    free = len(arena.stages.free)
     _, entry = bench.ask()
     with monkeypatch.context() as patch:
         patch.setattr(ExpertSource, "segments", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             bench.part.advance(entry)
     bench.part.advance(entry)
-    assert len(arena._free) == free - 1
+    assert len(arena.stages.free) == free - 1
     assert len(bench.jobs) == 3
 
 
@@ -160,7 +161,7 @@ def test_what_was_read_for_a_device_is_kept_when_its_holder_has_left(source: Exp
     bench.end(None, None, None)
     assert entry.ready
     assert (bench.part.read_ahead, bench.part.misses, list(bench.part.table.idle)) == (ahead, not ahead, [KEY])
-    assert len(bench.arena._free) == 1  # type: ignore[union-attr]
+    assert len(bench.arena.stages.free) == 1  # type: ignore[union-attr]
 
 
 def test_the_thread_that_ends_the_last_read_copies_and_wakes_a_holder_only_when_all_is_there(source: ExpertSource):
@@ -192,8 +193,23 @@ def test_a_copy_that_cannot_be_queued_fails_the_expert_by_name_and_loses_nothing
         bench.part.advance(entry)
     bench.part.recover(hold, resubmit=True)
     assert len(bench.part.table.free) == 2
-    assert len(bench.arena._free) == 1  # type: ignore[union-attr]
+    assert len(bench.arena.stages.free) == 1  # type: ignore[union-attr]
 
 
 def _interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("error", [GivenUp(), OSError("made up")], ids=["given-up", "failed"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=["first", "second", "last"])
+def test_what_did_not_come_whole_is_not_checked(error: Exception, order: tuple[int, ...]):
+    """One of three jobs ends in an error, in every order: a checksum of half an expert would only be a second one."""
+    last = LastRead(3, [lambda: pytest.fail("checked")])
+    ends = [error, None, None]
+    assert [last.after(ends[job]) for job in order] == [ends[job] for job in order]
+
+
+def test_what_came_whole_is_checked_once_by_whoever_is_last():
+    wrong = OSError("its bytes")
+    last = LastRead(3, [lambda: None, lambda: wrong])
+    assert [last.after(None) for _ in range(3)] == [None, None, wrong]

@@ -12,7 +12,7 @@ import pytest
 from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.stream import interval
 from moe_lab.stream.interval import short_switches
-from moe_lab.stream.jobs import Job, Piece, cut
+from moe_lab.stream.jobs import GivenUp, Job, Piece, cut
 from moe_lab.stream.reader import ReaderPool
 from tests.support.faulty_disk import until
 
@@ -127,17 +127,53 @@ class TestLanes:
         one.begun(1)
         kept, given_up = one.job(10, background=True), [one.job(i, background=True) for i in (11, 12)]
         one.pool.submit([kept, *given_up])
-        assert one.pool.withdraw(given_up)
+        one.pool.give_up(given_up)
         one.finish(2)
-        assert not one.pool.withdraw([kept])
         assert one.gate.order == one.done == [0, 10]
 
-    def test_a_group_that_was_begun_is_not_withdrawn_at_all(self, one: Bench):
-        jobs = [one.job(i, background=True) for i in (10, 11)]
-        one.pool.submit(jobs)
+    def test_a_read_that_is_given_up_ends_at_its_next_piece(self, one: Bench):
+        ended: list[Exception | None] = []
+        pieces = [Piece(i, memoryview(bytearray(1)), "w") for i in (10, 11, 12)]
+        job = Job(pieces, ended.append, lambda: None, background=True)
+        one.pool.submit([job])
         one.begun(1)
-        assert not one.pool.withdraw(jobs)
-        one.finish(2)
+        one.pool.give_up([job])
+        one.gate.open.set()
+        until(lambda: ended)
+        assert [type(error) for error in ended] == [GivenUp]
+        assert one.gate.order == [10]
+        assert job.read_bytes == 1
+
+    def test_the_last_piece_of_what_is_given_up_is_no_less_read(self, one: Bench):
+        job = one.job(10, background=True)
+        one.pool.submit([job])
+        one.begun(1)
+        one.pool.give_up([job])
+        one.finish(1)
+        assert one.gate.order == [10]
+
+    def test_a_background_read_is_laid_aside_for_an_urgent_one_and_goes_on_where_it_stopped(self, path: Path):
+        may, order = {i: threading.Event() for i in (10, 11, 12, 50)}, []
+
+        def reads(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            order.append(offset)
+            assert may[offset].wait(20)
+            return os.preadv(fd, buffers, offset)
+
+        ended: list[int] = []
+        ahead, urgent = ([Piece(i, memoryview(bytearray(1)), "w") for i in at] for at in ((10, 11, 12), (50,)))
+        pool = ReaderPool([RawFile(path, reads) for _ in range(2)], background=2)
+        pool.submit([Job(ahead, lambda error: ended.append(10), lambda: None, background=True)])
+        until(lambda: order == [10])
+        pool.submit([Job(urgent, lambda error: ended.append(50), lambda: None)])
+        until(lambda: order == [10, 50])
+        may[10].set()
+        until(lambda: not pool._ahead)  # laid aside, as the urgent read goes on
+        for event in may.values():
+            event.set()
+        until(lambda: len(ended) == 2)
+        assert (order, ended) == ([10, 50, 11, 12], [50, 10])
+        pool.close()
 
     def test_closing_reports_both_lanes(self, path: Path):
         bench, errors = Bench(path, 2), []

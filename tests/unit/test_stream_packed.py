@@ -263,9 +263,10 @@ def changed(change: Callable[[dict], object]) -> Callable[[bytes], bytes]:
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "empty": (lambda d: b"", "magic", "begins with ''"),
     "a-gguf": (lambda d: b"GGUF" + d[4:], "magic", "begins with 'GGUF"),
-    "cut-in-head": (lambda d: d[:12], "truncated", "goes beyond"),
-    "long-manifest": (lambda d: d[:8] + (1 << 62).to_bytes(8, "little") + d[16:], "truncated", "goes beyond"),
-    "cut-in-rows": (lambda d: d[:-4096], "manifest", "puts a row at byte"),
+    "cut-in-head": (lambda d: d[:12], "truncated", "has 12 bytes, its manifest ends"),
+    "long-manifest": (lambda d: d[:8] + (1 << 62).to_bytes(8, "little") + d[16:], "truncated", "its manifest ends"),
+    "cut-in-rows": (lambda d: d[:-4096], "truncated", "is cut short: it has"),
+    "cut-before-its-rows": (lambda d: d[:8192], "truncated", "its last row ends at byte"),
     "no-json": (lambda d: d[:16] + b"x" + d[17:], "manifest", "is not JSON"),
     "a-list": (lambda d: MAGIC + (2).to_bytes(8, "little") + b"[]" + d[18:], "manifest", "does not describe"),
     "newer": (changed(lambda v: v.update(version=2)), "manifest", "is of version 2"),

@@ -120,6 +120,38 @@ class TestOnTheHost:
             assert len(disk.calls) == 6  # the blocker's and expert 1's
             usable(cache, source)
 
+    def test_a_guess_that_turns_out_wrong_ends_at_its_next_piece_and_its_bytes_are_told(
+        self, source: ExpertSource, disk: Disk
+    ):
+        disk.open.clear()
+        with bound(source, slots=4, threads=2) as cache:
+            assert cache.prefetch(source, 0, [3]) == [3]
+            until(lambda: len(disk.calls) == 1)
+            cache.settle(0, [5])
+            assert (0, 3) in cache._partitions[0].table.resident  # until its reader says so
+            disk.open.set()
+            until(lambda: not cache._partitions[0].table.resident)
+            assert len(disk.calls) == 1
+            assert (cache.read_ahead, cache.bytes_read) == (0, 0)
+            assert cache.bytes_dropped == source.segments(0, 3)[0].nbytes
+            usable(cache, source)
+
+    def test_a_guess_given_up_and_then_asked_for_is_read_again_at_once(self, source: ExpertSource, disk: Disk):
+        disk.open.clear()
+        with bound(source, slots=4, threads=2) as cache:
+            cache.prefetch(source, 0, [3])
+            until(lambda: len(disk.calls) == 1)
+            cache.settle(0, [5])
+            job = cache._partitions[0].entries[cache._partitions[0].table.resident[0, 3]].jobs[0]
+            with cache.lease(source, 0, [3], wait=False) as lease:
+                job.stop = True  # as if the reader had looked before the promotion took it back
+                disk.open.set()
+                lease.wait()
+                assert held(lease) == wanted(source, 0, [3])
+                assert (lease.hits, lease.misses) == (1, 0)
+            assert len(disk.calls) == 4  # one piece for nothing, then all three
+            usable(cache, source)
+
     def test_a_failed_background_read_is_tried_again_by_the_next_request(self, source: ExpertSource, disk: Disk):
         with bound(source, slots=3, threads=1) as cache:
             disk.errors = [5, 5]

@@ -19,7 +19,7 @@ from moe_lab.errors import CheckpointError
 from moe_lab.stream import fills
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.fills import Entry, Hold, Partition
-from moe_lab.stream.jobs import Job, split_jobs
+from moe_lab.stream.jobs import GivenUp, Job, give_up, split_jobs
 from moe_lab.stream.policy import LRU
 from moe_lab.stream.slots import SlotTable
 from tests.support.expert_files import expert_bytes, write_experts
@@ -44,15 +44,6 @@ def promoted(jobs: Sequence[Job]) -> None:
         job.background = False
 
 
-def withdrawn(jobs: Sequence[Job]) -> bool:
-    """The pool's rule: all of them, or none once one was begun."""
-    if any(job.claimed for job in jobs):
-        return False
-    for job in jobs:
-        job.claimed = True
-    return True
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Host arena: a finished read is at once in its slot."""
 
@@ -64,10 +55,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.source = self.shared_source
         self.arena = self.make_arena(self.source.slot_bytes)
         self.jobs: list[Job] = []
-        self.claimed: set[int] = set()
+        self.begun: list[Job] = []
         table = SlotTable(range(SLOTS), LRU())
         self.part = Partition(
-            table, self.source, self.arena, self.jobs.extend, self.report, promote=promoted, withdraw=withdrawn
+            table, self.source, self.arena, self.jobs.extend, self.report, promote=promoted, give_up=give_up
         )
         self.holders: list[Holder] = []
 
@@ -130,20 +121,27 @@ class CacheMachine(RuleBasedStateMachine):
         self.part.cancel()
 
     @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
+        if job.free:
+            job.claimed = True
+            self.begun.append(job)
+
+    @precondition(lambda self: self.begun)
     @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]))
     def read(self, data: st.DataObject, fails: bool) -> None:
-        job = self.jobs.pop(data.draw(st.integers(0, len(self.jobs) - 1)))
-        if job.claimed:
-            return
-        job.claimed = True
+        """What a reader does, given up or not by the time it gets to the piece."""
+        job = self.begun.pop(data.draw(st.integers(0, len(self.begun) - 1)))
         if fails:
             job.done(CheckpointError(self.source.path, "truncated", "made up"))
             return
         job.writable()
-        for piece in job.pieces:
-            start = piece.offset
-            piece.into[:] = self.file_bytes[start : start + len(piece.into)]
-        job.done(None)
+        while job.at < len(job.pieces) and not job.stop:
+            piece = job.pieces[job.at]
+            piece.into[:] = self.file_bytes[piece.offset : piece.offset + len(piece.into)]
+            job.at += 1
+        job.done(GivenUp() if job.at < len(job.pieces) else None)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), interrupted=st.booleans())
@@ -187,10 +185,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for holder in self.holders:
             self.part.release(holder.hold, holder.entries)
-        for job in self.jobs:
-            if not job.claimed:
-                job.claimed = True
-                job.done(None)
+        for job in (*self.begun, *(job for job in self.jobs if job.free)):
+            job.claimed = True
+            job.done(None)
         table = self.part.table
         assert self.part.held == 0
         assert set(table.idle) == set(table.resident)
@@ -227,14 +224,16 @@ class DeviceMachine(CacheMachine):
     def no_buffer_is_lost_or_shared(self) -> None:
         if hasattr(self, "part"):
             used = [id(e.stage) for e in self.part.entries.values() if e.stage is not None]
-            assert sorted([*used, *self.arena._free]) == sorted(id(stage) for stage in self.arena._stages)  # type: ignore[union-attr]
+            assert sorted([*used, *self.arena.stages.free]) == sorted(id(stage) for stage in self.arena.stages.every)  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("ignore:page-locking")
 @pytest.mark.parametrize("machine", [CacheMachine, DeviceMachine], ids=["host", "device"])
 def test_every_order_of_events(machine: type[CacheMachine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.bin"
-    monkeypatch.setattr(fills, "split_jobs", lambda pieces: split_jobs(pieces, at_least=1))  # a job for every part
+    monkeypatch.setattr(
+        fills, "split_jobs", lambda pieces, most: split_jobs(pieces, at_least=1)
+    )  # a job for every part
     machine.shared_source = write_experts(path, layers=[0], experts=EXPERTS)  # type: ignore[attr-defined]
     machine.file_bytes = np.frombuffer(path.read_bytes(), np.uint8).tobytes()  # type: ignore[attr-defined]
     case = machine.TestCase
