@@ -150,6 +150,9 @@ def __getattr__(name: str) -> Any:
     if isinstance(value, FunctionType) and where.partition(".")[0] == name:
         # It stands in the package's place: `import moe_lab.bench.cost as c` looks the rest up under this name.
         value.__name__ = f"moe_lab.{name}"
+        package = import_module(f"moe_lab.{name}")
+        for other in set(getattr(package, "__all__", ())) - {name}:  # lab.replay.run is moe_lab.replay's
+            setattr(value, other, getattr(package, other))
     globals()[name] = value
     return value
 

@@ -10,6 +10,7 @@ from moe_lab.checkpoint.gather import read_biases, read_dense, read_experts, rea
 from moe_lab.checkpoint.layout import LayerLayout, MoELayout
 from moe_lab.checkpoint.tensor_file import TensorFile
 from moe_lab.families.row import NORMS
+from moe_lab.formats.layouts import RAW, Laid, repacked
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
@@ -24,27 +25,30 @@ class LayerReader:
         self._file, self._layout, self._number, self._device = file, layout, number, device
         self._layer: LayerLayout = layout.layers[number]
 
-    def resident(self) -> MoELayer:
-        """The layer with all its experts in memory."""
-        read = {
-            role: read_experts(self._file, self._layout.names, self._layer.tensors, role)
-            for role in ("gate", "up", "down")
-        }
-        experts = {role: None if q is None else q.to(self._device) for role, q in read.items()}
-        up, down = experts["up"], experts["down"]
+    def resident(self, kept: str = RAW) -> MoELayer:
+        """The layer with all its experts in memory, in layout `kept` (`formats.layouts`). Beside what is kept, no more
+        than one projection of the raw experts is held at a time."""
+        experts = {role: self._experts(role, kept) for role in ("gate", "up", "down")}
+        up, down, shared = experts["up"], experts["down"], self._shared()
         assert up is not None
         assert down is not None
         return MoELayer.from_tensors(
             self._layer.spec, router=self._router(), gate=experts["gate"], up=up, down=down, biases=self._biases(),
-            shared=self._shared(), latent=self._latent(), norms=self._norms(), number=self._number,
-            model_hash=self._file.model_hash,
+            shared=None if shared is None else shared.repacked(kept), latent=self._latent(), norms=self._norms(),
+            number=self._number, model_hash=self._file.model_hash,
         )  # fmt: skip
 
+    def _experts(self, role: str, kept: str) -> Laid | None:
+        q = read_experts(self._file, self._layout.names, self._layer.tensors, role)
+        return None if q is None else repacked(q.to(self._device), kept, f"layer {self._number}: {role}")
+
     def streamed(self, source: ExpertSource, cache: ExpertCache) -> MoELayer:
-        """The layer with its experts read through `cache` as they are asked for."""
+        """The layer with its experts read through `cache` as they are asked for, in the source's layout."""
+        shared = self._shared()
         return MoELayer.streamed(
             self._layer.spec, router=self._router(), source=source, layer=self._number, cache=cache,
-            biases=self._biases(), shared=self._shared(), device=self._device, model_hash=self._file.model_hash,
+            biases=self._biases(), shared=None if shared is None else shared.repacked(source.layout),
+            device=self._device, model_hash=self._file.model_hash,
         )  # fmt: skip
 
     def router(self) -> tuple[MoESpec, RouterWeights]:

@@ -164,15 +164,15 @@ def _by_role(layer: MoELayer) -> dict[str, Tensor | QuantTensor]:
     found: dict[str, Tensor | QuantTensor | None] = {
         "router": router.weight, "router_bias": router.bias, "correction_bias": router.correction_bias,
         "hash_table": None if router.hash_table is None else router.hash_table.int(),
-        "per_expert_scale": router.per_expert_scale, "input_scale": router.input_scale, **stack.parts,
+        "per_expert_scale": router.per_expert_scale, "input_scale": router.input_scale,
     }  # fmt: skip
+    found |= {part: q.to_raw() for part, q in stack.parts.items()}
     if stack.biases is not None:
         found |= {f"{part}_bias": getattr(stack.biases, part) for part in ("gate", "up", "down")}
     if shared is not None:
-        found |= {
-            "shared_gate": shared.gate, "shared_up": shared.up, "shared_down": shared.down,
-            "shared_router": shared.gate_vector,
-        }  # fmt: skip
+        parts = {"shared_gate": shared.gate, "shared_up": shared.up, "shared_down": shared.down}
+        found |= {role: None if q is None else q.to_raw() for role, q in parts.items()}
+        found |= {"shared_router": shared.gate_vector}
     if layer.latent is not None:
         found |= {"latent_in": layer.latent.enter, "latent_out": layer.latent.leave}
     if layer.norms is not None:

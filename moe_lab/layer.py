@@ -23,7 +23,7 @@ from moe_lab.execution.call import Execution
 from moe_lab.execution.capture import CapturedLayer, Inputs, check_capture
 from moe_lab.execution.options import Options
 from moe_lab.execution.parts import settle
-from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import Laid, check_layout, repacked
 from moe_lab.routing import Routing, choice_margin, route
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
@@ -115,9 +115,9 @@ class MoELayer:
         spec: MoESpec,
         *,
         router: Tensor | RouterWeights,
-        gate: "Tensor | QuantTensor | None",
-        up: "Tensor | QuantTensor",
-        down: "Tensor | QuantTensor",
+        gate: "Tensor | Laid | None",
+        up: "Tensor | Laid",
+        down: "Tensor | Laid",
         biases: Mapping[str, Tensor] | None = None,
         shared: SharedWeights | None = None,
         latent: Latent | None = None,
@@ -168,6 +168,31 @@ class MoELayer:
         cache.bind(source, where)
         experts = StreamedExperts(source, layer, cache, where, own_biases)
         return cls(spec, own_router, experts, shared, number=layer, model_hash=model_hash)
+
+    def repacked(self, layout: str) -> "MoELayer":
+        """The layer with its experts kept in `layout`, "raw", "planar" or "tiles", instead: itself where they are.
+
+        Resident ones, repacked on their device a projection at a time; the shared expert with them where its formats
+        have that layout. Nothing of the old bytes is kept here: let the old layer go. LabError naming a projection that
+        has no such layout, and for experts that are fetched (`lab.open(..., layout=)` decides how slots keep those).
+        """
+        check_layout(layout)
+        held = self.experts
+        if held.layout == layout:
+            return self
+        if not isinstance(held, ResidentExperts):
+            raise LabError(
+                f"the experts of this layer are fetched, and kept in layout {held.layout!r} as they come: open the "
+                f"model with lab.open(..., layout={layout!r})."
+            )
+        made = {name: repacked(part, layout, self._named(name)) for name, part in held.stack.parts.items()}
+        experts = ResidentExperts.of(made.get("gate"), made["up"], made["down"], held.stack.biases)
+        shared = None if self.shared is None else self.shared.repacked(layout)
+        about = {"number": self.number, "model_hash": self.model_hash}
+        return MoELayer(self.spec, self.router_weights, experts, shared, latent=self.latent, norms=self.norms, **about)
+
+    def _named(self, part: str) -> str:
+        return part if self.number is None else f"layer {self.number}: {part}"
 
     @property
     def device(self) -> torch.device:

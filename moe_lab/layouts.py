@@ -1,4 +1,5 @@
-"""What one expert's weights cost in each layout they can be kept in: raw as the file has them, planar, transposed.
+"""What one expert's weights cost in each layout they can be kept in: raw as the file has them, planar, in tiles (which
+decode by way of raw blocks), transposed.
 
 Every layout holds the same weights in another order; a row says so by comparing all values. Knows no arms: decoding is
 what is timed here, products are `moe_lab.bench`'s.
@@ -16,13 +17,12 @@ from moe_lab.checks import wants_whole
 from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.execution.parts import Experts
-from moe_lab.formats import Planar, QuantTensor
+from moe_lab.formats import Planar, QuantTensor, Tiled
 from moe_lab.formats import transposed as turned
 from moe_lab.open import Checkpoint
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import StreamedExperts
 from moe_lab_kernels import backend
-from moe_lab_kernels.storage.planar_layout import PIECES
 
 TIMES = 5
 
@@ -40,10 +40,10 @@ def layout_rows(
 ) -> list[dict[str, Any]]:
     """A row for each of gate, up and down of one expert and each layout that its format has.
 
-    `layout` is "raw", "planar", "transposed", or "both" (raw and transposed at once); `bytes` and `bits_per_weight`
-    count scales and padding; `decode_ms` is the median of 5 decodings to fp32 on `device`, after one that is not timed,
-    None for "both", which decodes as either; `same`: all values equal raw's bit for bit. LabError for a layer or an
-    expert that the file has not.
+    `layout` is "raw", "planar", "tiles", "transposed", or "both" (raw and transposed at once); `bytes` and
+    `bits_per_weight` count scales and padding; `decode_ms` is the median of 5 decodings to fp32 on `device`, after one
+    that is not timed, None for "both", which decodes as either; `same`: all values equal raw's bit for bit. LabError
+    for a layer or an expert that the file has not.
     """
     where, spec = resolve_device(device), ckpt.layer_spec(layer)
     wants_whole("expert", expert, 0, spec.num_experts - 1)
@@ -88,9 +88,12 @@ def _copy(q: QuantTensor) -> QuantTensor:
 
 def _layouts(q: QuantTensor) -> Iterator[Kept]:
     yield Kept("raw", q.nbytes, q.dequantize)
-    if q.format in PIECES:
+    if Planar.refusal(q.format, *q.shape) is None:
         planar = Planar.from_raw(q)
         yield Kept("planar", planar.nbytes, planar.dequantize)
+    if Tiled.refusal(q.format, *q.shape) is None:
+        tiles = Tiled.from_raw(q)
+        yield Kept("tiles", tiles.nbytes, lambda: tiles.to_raw().dequantize())
     if q.format in turned.FORMATS:
         both = turned.Resident.of(q, turned.LAYOUTS)
         assert both.transposed is not None

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_lab._types import Tensor, UInt8
+from moe_lab.arms.table import best_layout
 from moe_lab.assembly import LayerReader
 from moe_lab.card import byte_size, card, spans
 from moe_lab.checkpoint import TensorFile, TensorInfo, open_tensor_file
@@ -28,6 +29,7 @@ from moe_lab.devices import resolve_device
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import FAMILIES, Family, get_family
 from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import RAW, check_layout
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec
 from moe_lab.stream.cache import ExpertCache
@@ -35,28 +37,35 @@ from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.prediction import Successor
 from moe_lab.stream.source import ExpertSource
 
+AUTO = "auto"
+
 
 def open(
     path: str | os.PathLike[str],
     *,
     family: str | Family | None = None,
     packed: str | os.PathLike[str] | None = None,
+    layout: str = RAW,
 ) -> "Checkpoint":
     """Open a model and check it whole: a GGUF (any part of a split one), a safetensors file, its index, or the folder
     of a Hugging Face model. `family` overrides what the file says of itself. `packed`: a file that `moe-lab pack` made
-    of this model, from which layers with a `cache` stream their experts.
+    of this model, from which layers with a `cache` stream their experts. `layout`: how its layers keep experts, in
+    memory or in a cache's slots: "raw" as the file has them, "planar" or "tiles" repacked as they come (formats that
+    have none are refused when the layer is made), "auto" for each resident layer as this device's table of measured
+    arms has it quickest at one token, raw where there is none and in caches.
 
     CheckpointError for a file that is missing, broken, hostile or of a kind not read, that lacks a MoE layer which its
     settings promise, or has none that the `family` given describes. A file without MoE layers, or of an architecture
     without a family, opens with `.spec` None: its tensors can be read all the same.
     """
+    check_layout(layout, AUTO)
     file = open_tensor_file(wants_path("the model's path", path))
     try:
         chosen = family_of_file(file) if family is None else get_family(family)
-        layout = read_layout(file, chosen) if chosen is not None else None
-        if family is not None and layout is None:
+        known = read_layout(file, chosen) if chosen is not None else None
+        if family is not None and known is None:
             _refuse_family(file, get_family(family))
-        return Checkpoint(file, layout, None if packed is None else PackedSource(packed))
+        return Checkpoint(file, known, None if packed is None else PackedSource(packed), layout)
     except BaseException:
         file.close()
         raise
@@ -79,8 +88,10 @@ class Checkpoint:
     give the files back; layers already built stay valid unless they stream.
     """
 
-    def __init__(self, file: TensorFile, layout: MoELayout | None, packed: PackedSource | None = None) -> None:
-        self._file, self._layout, self._packed = file, layout, packed
+    def __init__(
+        self, file: TensorFile, layout: MoELayout | None, packed: PackedSource | None = None, kept: str = RAW
+    ) -> None:
+        self._file, self._layout, self._packed, self._kept = file, layout, packed, kept
         if packed is not None:
             packed.check_model(file.model_hash)
         self.path = file.path
@@ -157,10 +168,19 @@ class Checkpoint:
         where = resolve_device(device)
         reader = LayerReader(self._file, self._known_layout(), i, where)
         if cache is None:
-            return reader.resident()
+            return reader.resident(self._kept_by(i, where))
         layer = reader.streamed(self.expert_source, cache)
         layer.successor = self._successor(i, where)
         return layer
+
+    def _kept_by(self, i: int, device: torch.device) -> str:
+        """The layout of a resident layer's experts."""
+        if self._kept != AUTO:
+            return self._kept
+        tensors = self.layer_tensors(i)
+        stored = (tensors.get(role) or tensors.get("gate_up") for role in ROUTED)
+        formats = tuple(f for s in stored if s is not None for f in s.formats)
+        return best_layout("cuda" if device.type == "cuda" else "torch", formats, self.layer_spec(i))
 
     def _successor(self, i: int, device: torch.device) -> Successor:
         """The MoE layer after `i`, whose router is read when a prediction first asks for it."""
@@ -187,10 +207,11 @@ class Checkpoint:
         self._file.check_unchanged()
         identities = {path: part.identity for path, part in self._file.parts.items()}
         in_place = ExpertSource.from_checkpoint(self, model_hash=self.model_hash, identities=identities)
+        kept = RAW if self._kept == AUTO else self._kept
         if self._packed is None:
-            return in_place
+            return in_place.kept_as(kept)
         self._packed.check_parts(in_place)
-        return self._packed
+        return self._packed.kept_as(kept)
 
     def reading_through(self, call: ReadCall) -> "Checkpoint":
         """The same model, whose caches read with `call` in the place of `os.preadv`: slow disks, disks with faults."""

@@ -15,14 +15,15 @@ from moe_lab._types import Tensor
 from moe_lab.arms import ExpertBiases, ExpertStack
 from moe_lab.checks import wants
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.formats import QuantTensor
+from moe_lab.formats import QuantTensor, Repacked
+from moe_lab.formats.layouts import RAW, Laid, refusal, repacked
 from moe_lab.spec import MoESpec
 
 Record = TypeVar("Record")
 BIASES = ("router", "correction", "gate", "up", "down")
 
 
-def expect_tensor(what: str, t: Tensor | QuantTensor | None, shape: tuple[int, ...] | None) -> None:
+def expect_tensor(what: str, t: Tensor | Laid | None, shape: tuple[int, ...] | None) -> None:
     """LabError unless `t` has `shape`; `shape` None means the spec has no such thing."""
     if (t is None) != (shape is None):
         wants = "has no" if shape is None else f"wants a {what} {list(shape)}"
@@ -94,9 +95,9 @@ class SharedWeights:
     layers whose experts have none.
     """
 
-    gate: QuantTensor | None
-    up: QuantTensor
-    down: QuantTensor
+    gate: Laid | None
+    up: Laid
+    down: Laid
     gate_vector: Tensor | None = None
 
     @property
@@ -108,6 +109,12 @@ class SharedWeights:
         """As a stack of one slot."""
         gate = None if self.gate is None else self.gate.stacked()
         return ExpertStack(gate, self.up.stacked(), self.down.stacked(), {0: 0})
+
+    def repacked(self, layout: str) -> "SharedWeights":
+        """Kept in a layout (`formats.layouts`) if all parts have it, raw otherwise."""
+        parts = {name: q for name in ("gate", "up", "down") if (q := getattr(self, name)) is not None}
+        served = all(refusal(layout, q.format, *q.shape[-2:]) is None for q in parts.values())
+        return replace(self, **{name: repacked(q, layout if served else RAW) for name, q in parts.items()})
 
     def check(self, spec: MoESpec) -> None:
         """LabError where shapes, gates and the spec disagree."""
@@ -187,15 +194,15 @@ def check_biases(biases: ExpertBiases | None, spec: MoESpec) -> None:
         expect_tensor(f"{part} bias", given, (e, width) if wanted and width is not None else None)
 
 
-def as_quant(w: "Tensor | QuantTensor", name: str, shape: tuple[int, ...]) -> QuantTensor:
-    """Weights as a QuantTensor of the wanted logical shape; floats are wrapped, not converted."""
+def as_quant(w: "Tensor | Laid", name: str, shape: tuple[int, ...]) -> Laid:
+    """Weights as a QuantTensor of the wanted logical shape; floats are wrapped, not converted, and what lies in another
+    layout stays so."""
     if isinstance(w, Tensor):
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
         if w.dtype not in names:
             raise LabTypeError(f"{name} is {w.dtype}; wanted float32, float16, bfloat16 or a QuantTensor.")
         w = QuantTensor.from_bytes(w.contiguous().view(torch.uint8), names[w.dtype], tuple(w.shape))
-    fix = "; its .to_raw() is one" if hasattr(w, "to_raw") else ""
-    wants(name, w, QuantTensor, f"a float tensor or a QuantTensor{fix}")
+    wants(name, w, (QuantTensor, Repacked), "a float tensor or a QuantTensor")
     if tuple(w.shape) != shape:
         raise LabError(f"{name} has shape {tuple(w.shape)}; the spec wants {shape}.")
     return w

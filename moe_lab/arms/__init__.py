@@ -21,11 +21,12 @@ from moe_lab.arms.by_rows import ByRows, Range, Table
 from moe_lab.arms.gemv import Gemv, PerToken
 from moe_lab.arms.gemv_float import has_float_products
 from moe_lab.arms.grouped import Grouped
-from moe_lab.arms.guard import blaming, check_arm, expect_reason, is_own
+from moe_lab.arms.guard import blaming, check_arm, expect_reason, is_own, unread
 from moe_lab.arms.mmq import Mmq, MmqFolded
 from moe_lab.arms.reference import Reference
-from moe_lab.arms.table import ranked
+from moe_lab.arms.table import in_layout, ranked
 from moe_lab.errors import LabError
+from moe_lab.formats.layouts import RAW
 from moe_lab.spec import MoESpec
 
 ARMS: dict[str, Arm] = {a.name: a for a in (Reference(), PerToken(), Table(), Gemv(), Grouped(), Mmq(), MmqFolded())}
@@ -36,24 +37,31 @@ AUTO_ORDER = ("gemv", "reference")
 
 
 def get_arm(
-    arm: str | Arm, formats: Sequence[str], backend: str, spec: MoESpec | None = None, tokens: int | None = None
+    arm: str | Arm,
+    formats: Sequence[str],
+    backend: str,
+    spec: MoESpec | None = None,
+    tokens: int | None = None,
+    layout: str = RAW,
 ) -> Arm:
-    """The arm that will run, checked against the weights' formats, the backend and, where given, the expert formula of
-    `spec`. LabError says why one cannot.
+    """The arm that will run, checked against the weights' formats and layout, the backend and, where given, the expert
+    formula of `spec`. LabError says why one cannot.
 
     "auto" takes the first that serves them: in the order of the device's table (`arms.table`) for this layer and T,
     where there is one, then gemv, reference.
     """
     if isinstance(arm, str) and arm == "auto":
-        order = (*(n for n in ranked(backend, formats, spec, tokens) if n in ARMS), *_untabled(formats, backend))
-        fit = (ARMS[n] for n in order if _takes(ARMS[n], tokens))  # the nearest row may be of fewer tokens
-        return next(arm for arm in fit if refusal(arm, formats, backend, spec) is None)
+        order = (*in_layout(ranked(backend, formats, spec, tokens), layout), *_untabled(formats, backend))
+        fit = (
+            ARMS[n] for n in order if n in ARMS and _takes(ARMS[n], tokens)
+        )  # the nearest row may be of fewer tokens
+        return next(arm for arm in fit if refusal(arm, formats, backend, spec, layout) is None)
     if isinstance(arm, str):
         if arm not in ARMS:
             raise LabError(f"no arm is called {arm!r}; known: auto, {', '.join(ARMS)}.")
         arm = ARMS[arm]
     check_arm(arm, ARMS)
-    reason = refusal(arm, formats, backend, spec)
+    reason = refusal(arm, formats, backend, spec, layout)
     if reason is not None:
         raise LabError(f"arm {arm.name!r} cannot run this layer on {backend}: {reason}.")
     if not _takes(arm, tokens):
@@ -82,7 +90,7 @@ def layer_tolerance(arm: str | Arm, formats: Sequence[str]) -> str:
     return "bench/layer" if named is None else named(formats)
 
 
-def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None) -> str | None:
+def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None, layout: str = RAW) -> str | None:
     """Why the arm cannot serve; None when it can."""
     with blaming(arm, "supports", ARMS):
         reason = arm.supports(formats, backend)
@@ -93,6 +101,9 @@ def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None
             missing = lacks(spec)
         missing = expect_reason(arm, missing, "lacks")
         reason = None if missing is None else f"it has no {missing}; arm 'reference' has"
+    if reason is None:
+        with blaming(arm, "reads", ARMS):
+            reason = unread(arm, layout)
     return reason
 
 

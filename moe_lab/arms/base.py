@@ -15,6 +15,7 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import Laid, layout_of
 from moe_lab.routing import ExpertPlan
 from moe_lab.spec import MoESpec
 from moe_lab.workspace import Scratch
@@ -55,7 +56,7 @@ class ExpertBiases:
 
 class ExpertStack:
     """Expert weights at hand: gate and up [S, F, D], down [S, D, F], and which slot holds which expert. `gate` is None
-    where experts have none.
+    where experts have none. All parts lie in one layout (`formats.layouts`); LabError where they do not.
 
     Remembers what the CPU paths decode from a slot (fp32 values, integer forms) for as long as it lives: for ever when
     the layer is resident, one wave of experts when streamed.
@@ -63,25 +64,26 @@ class ExpertStack:
 
     def __init__(
         self,
-        gate: QuantTensor | None,
-        up: QuantTensor,
-        down: QuantTensor,
+        gate: Laid | None,
+        up: Laid,
+        down: Laid,
         slot_of: dict[int, int],
         biases: ExpertBiases | None = None,
     ) -> None:
         self.up, self.down, self.slot_of, self.biases = up, down, slot_of, biases
         self._gate = gate
         self._decoded: dict[tuple[str, str, int], Any] = {}
+        self.layout = layout_of(self.parts)
 
     @property
-    def gate(self) -> QuantTensor:
+    def gate(self) -> Laid:
         """The gate projections. LabError where experts have none."""
         if self._gate is None:
             raise LabError("these experts have no gate projection.")
         return self._gate
 
     @cached_property
-    def parts(self) -> dict[str, QuantTensor]:
+    def parts(self) -> dict[str, Laid]:
         """What there is of gate, up and down; not to be changed."""
         named = {"gate": self._gate, "up": self.up, "down": self.down}
         return {name: q for name, q in named.items() if q is not None}
@@ -91,17 +93,18 @@ class ExpertStack:
         bias = None if self.biases is None else getattr(self.biases, part)
         return None if bias is None else bias[expert]
 
-    def part(self, name: str) -> QuantTensor:
+    def part(self, name: str) -> Laid:
         """ "gate", "up" or "down", stacked over slots."""
         return getattr(self, name)
 
     def weights(self, part: str) -> Weights:
-        """A part's raw bytes of all slots as kernels take them: [S, N, row_bytes]."""
-        return self.part(part).data
+        """A part's bytes of all slots as the kernels for its layout take them: raw rows [S, N, row_bytes], tiles
+        [S, N / 16, tile_bytes], planes [S, 1, bytes]."""
+        return by_slot(self.part(part))
 
     def matrix(self, part: str, expert: int) -> QuantTensor:
-        """One expert's matrix as raw bytes."""
-        return self.part(part)[self.slot_of[expert]]
+        """One expert's matrix as raw bytes, whatever the layout."""
+        return self.part(part)[self.slot_of[expert]].to_raw()
 
     def values(self, part: str, expert: int) -> Tensor:
         """One expert's matrix in fp32 [N, Kd]."""
@@ -121,6 +124,11 @@ class ExpertStack:
     def expert_bytes(self) -> int:
         """Bytes of one expert's matrices."""
         return sum(q.nbytes // max(1, len(q)) for q in self.parts.values())
+
+
+def by_slot(weight: Laid) -> Tensor:
+    """Bytes of a stack of matrices, three axes in every layout: planes are one row a slot."""
+    return weight.data if weight.data.ndim == 3 else weight.data.unsqueeze(1)
 
 
 @dataclass(slots=True)
@@ -201,6 +209,11 @@ class ArmExtras(Protocol):
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert (slot 0 of `stack`) over all rows x [T, D]: [T, D] of `ctx.store_dtype`. Without it the
         reference arm computes the shared expert."""
+        ...
+
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """None when the arm takes experts kept in `layout` (`ExpertStack.layout`, `formats.layouts`) with activations
+        of this kind (None: its own), else why not. Without it raw alone."""
         ...
 
     def fuses(self, formats: Sequence[str]) -> str | None:
@@ -312,6 +325,11 @@ def activate(gate: Tensor, up: Tensor, ctx: ArmContext) -> Tensor:
     else:
         op = activation.geglu if compiled else activation.geglu_ref
     return op(gate, up, limit=spec.limit)
+
+
+def reads_only(layouts: Sequence[str], layout: str) -> str:
+    """Why an arm that reads `layouts` does not read another one."""
+    return f"it reads experts in layout {', '.join(layouts)}, and these lie in {layout!r}; arm 'reference' reads all"
 
 
 def lacks_kernel(spec: MoESpec) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.arms.base import Arm, ArmContext, ExpertStack, Group, PlannedWork, Schedule
 from moe_lab.arms.gemv import Gemv
+from moe_lab.arms.guard import unread
 from moe_lab.arms.lists import closed_up
 from moe_lab.errors import LabError
 from moe_lab.spec import MoESpec
@@ -55,6 +56,10 @@ class ByRows:
     def lacks(self, spec: MoESpec) -> str | None:
         """What any part lacks."""
         return self._first(lambda arm: arm.lacks(spec) if hasattr(arm, "lacks") else None)  # type: ignore[attr-defined]
+
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """What every part reads."""
+        return self._first(lambda arm: unread(arm, layout, activation))
 
     def tolerance(self, formats: Sequence[str]) -> str:
         """The widest of the parts'."""

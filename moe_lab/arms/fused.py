@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.arms.base import ExpertStack, Group, Schedule
+from moe_lab.arms.base import ExpertStack, Group, Schedule, by_slot
 from moe_lab.arms.grouped import weight_of
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
@@ -33,7 +33,8 @@ class FusedStack(ExpertStack):
     def weights(self, part: str) -> Weights:
         """Addresses of all slots; made once, as the stack's tensors stay where they are."""
         if part not in self._tables:
-            self._tables[part] = PointerTable.of([self.routed.part(part).data, self._shared.part(part).data])
+            both = (by_slot(stack.part(part)) for stack in (self.routed, self._shared))
+            self._tables[part] = PointerTable.of([*both])
         return self._tables[part]
 
     def by_address(self, part: str) -> Weight:
@@ -81,6 +82,8 @@ def cannot_fuse(spec: MoESpec, routed: ExpertStack, shared: ExpertStack) -> str 
         return "the routed experts have biases, the shared one has none"
     if spec.weight_place != "output":
         return f"the routing weight stands on the {spec.weight_place}"
+    if routed.layout != shared.layout:
+        return f"the routed experts lie in layout {routed.layout!r}, the shared one in {shared.layout!r}"
     for part, q in routed.parts.items():
         own = shared.part(part)
         if q.format != own.format:
@@ -88,7 +91,7 @@ def cannot_fuse(spec: MoESpec, routed: ExpertStack, shared: ExpertStack) -> str 
         if q.shape[1:] != own.shape[1:] or q.data.stride()[1:] != own.data.stride()[1:]:
             return f"the routed experts' {part} is {list(q.shape[1:])}, the shared expert's {list(own.shape[1:])}"
         for name in ("scales", "biases", "global_scale"):
-            a, b = (_laid_out(getattr(t, name)) for t in (q, own))
+            a, b = (_laid_out(t.tensors.get(name)) for t in (q, own))
             if a != b:
                 return f"the routed experts' {part} has {name} {a}, the shared expert's {b}"
     return None

@@ -1,4 +1,4 @@
-"""The decode arms: q8_1 activations and integer dots on raw blocks, rows as they come on every other format.
+"""The decode arms: q8_1 activations and integer dots on ggml's blocks, rows as they come on every other format.
 
 `gemv`: an expert's rows in chunks of at most 8 that share one read of its weights; prefill runs the same numbers as
 decode. `per_token`: each token alone, its own submission, the same arithmetic row by row, so the same bits.
@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, PlannedWork, Schedule, activate
+from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, PlannedWork, Schedule, activate, reads_only
+from moe_lab.arms.by_layout import kernels_for
 from moe_lab.arms.gemv_float import is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
 from moe_lab.arms.lists import chunk_table, closed_up, numbers, shared_table
 from moe_lab.formats import FORMATS
+from moe_lab.formats.layouts import RAW
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.gemv_float.steps import WALKS
 
@@ -22,6 +24,7 @@ class Gemv:
 
     name = "gemv"
     per_token = False
+    layouts: tuple[str, ...] = (RAW, "planar", "tiles")
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
         """Formats with a kernel; on the CPU also those of the user's that have an integer form."""
@@ -35,6 +38,12 @@ class Gemv:
     def lacks(self, spec: MoESpec) -> str | None:
         """Gated experts with a clamp, biases and the routing weight anywhere."""
         return lacks_formula(spec)
+
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """Planes and tiles with q8_1 rows alone."""
+        if layout not in self.layouts:
+            return reads_only(self.layouts, layout)
+        return None if activation in (None, "q8_1") else f"experts in layout {layout!r} meet q8_1 rows alone"
 
     def meets(self, formats: Sequence[str], activation: str) -> str | None:
         """None when activations of this kind meet weights of all these formats, else why not."""
@@ -165,22 +174,17 @@ def _kernel_mlp(
     quantise, gate, quantise, up, activation, quantise, down. `table` int32 [C, 3] lies on the device and may be padded;
     pairs in no chunk are left alone. Nothing is read back.
     """
-    from moe_lab_kernels.gemv import gemv, lane_rows
-    from moe_lab_kernels.gemv import mlp as gemv_mlp
-
-    largest = 1 << max(0, most_rows - 1).bit_length()
+    use, largest = kernels_for(stack.layout), 1 << max(0, most_rows - 1).bit_length()
     gate, up, down = stack.gate, stack.up, stack.down
     gates, ups, downs = (stack.weights(part) for part in ("gate", "up", "down"))
     row_of, target = token.to(torch.int32), out_row.to(torch.int32)
     if gate.format == up.format:
         how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "store": ctx.store_dtype}
         weights, formats = (gates, ups, downs), (gate.format, down.format)
-        return gemv_mlp.gemv_mlp(
-            x, row_of, *weights, table, *formats, out, target, max_rows=largest, empty=ctx.empty, **how
-        )
+        return use.mlp(x, row_of, *weights, table, *formats, out, target, max_rows=largest, empty=ctx.empty, **how)
     made = [ctx.empty(name, (len(token), gate.shape[1]), ctx.store_dtype, x.device) for name in ("gate", "up")]
     own = numbers(len(token), x.device)
     for q, w, to in ((gate, gates, made[0]), (up, ups, made[1])):
-        gemv.gemv(lane_rows.quantize_lanes(x, q.format), row_of, w, table, q.format, to, max_rows=largest)
-    hidden = lane_rows.quantize_lanes(activate(made[0], made[1], ctx), down.format)
-    return gemv.gemv(hidden, own, downs, table, down.format, out, out_row=target, max_rows=largest)
+        use.product(use.quantize(x, q.format), row_of, w, table, q.format, to, max_rows=largest)
+    hidden = use.quantize(activate(made[0], made[1], ctx), down.format)
+    return use.product(hidden, own, downs, table, down.format, out, out_row=target, max_rows=largest)

@@ -13,6 +13,7 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.arms.base import Arm, ArmExtras, Work
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.formats.layouts import RAW
 from moe_lab.protocols import check_new_name, check_object
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -44,6 +45,16 @@ def blaming(arm: Arm, where: str, own: Mapping[str, Arm]) -> Iterator[None]:
         if is_own(arm, own):
             raise
         raise LabError(f"arm {arm.name!r} raised {type(error).__name__} in {where}: {error}") from error
+
+
+def unread(arm: Arm, layout: str, activation: str | None = None) -> str | None:
+    """Why the arm does not read experts in this layout, with activations of this kind; None when it does."""
+    if layout == RAW:
+        return None
+    reads = getattr(arm, "reads", None)
+    if reads is None:
+        return f"it reads raw blocks, and these experts lie in layout {layout!r}: layer.repacked('raw') has raw ones"
+    return expect_reason(arm, reads(layout, activation), "reads")
 
 
 @contextmanager

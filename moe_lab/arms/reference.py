@@ -21,6 +21,10 @@ class Reference:
         """Every format that decodes, everywhere."""
         return None
 
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """Every layout: what a group needs is decoded from its raw blocks."""
+        return None
+
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
     ) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from moe_lab.environment import cpu_name
 from moe_lab.errors import LabError
+from moe_lab.formats.layouts import RAW, check_layout
 from moe_lab.spec import MoESpec
 from moe_lab.user_cache import cache_folder, read_json, slug, write_json
 
@@ -25,7 +26,8 @@ SHIPPED = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured situation: `formats` of gate (where there is one), up and down; `arms` fastest first, `ms` each."""
+    """One measured situation: `formats` of gate (where there is one), up and down; `arms` fastest first, `ms` each,
+    arms on experts in other layouts by the names of `with_layout`."""
 
     formats: tuple[str, ...]
     d_model: int
@@ -48,6 +50,31 @@ def ranked(backend: str, formats: Sequence[str], spec: MoESpec | None, tokens: i
         return ()
     shape = (spec.d_routed, spec.d_expert, spec.num_experts, spec.top_k)
     return _nearest(device_name(backend), tuple(formats), shape, max(1, tokens))
+
+
+def with_layout(arm: str, layout: str) -> str:
+    """How benchmarks, comparisons and tables name an arm on experts in a layout: "gemv", or "gemv@tiles"."""
+    return arm if layout == RAW else f"{arm}@{layout}"
+
+
+def split_layout(name: str) -> tuple[str, str]:
+    """The inverse: arm and layout. LabError for a layout that there is not."""
+    arm, at, layout = name.partition("@")
+    if at:
+        check_layout(layout)
+    return arm, layout if at else RAW
+
+
+def in_layout(names: Sequence[str], layout: str) -> tuple[str, ...]:
+    """Of the names of a table's row the arms that run on experts in this layout, in its order."""
+    both = (split_layout(name) for name in names)
+    return tuple(arm for arm, kept in both if kept == layout)
+
+
+def best_layout(backend: str, formats: Sequence[str], spec: MoESpec) -> str:
+    """The layout in which a layer is quickest at one token, by the device's table; raw where no table knows it."""
+    best = ranked(backend, formats, spec, 1)
+    return split_layout(best[0])[1] if best else RAW
 
 
 @cache

@@ -16,7 +16,7 @@ from moe_lab._types import Float, Tensor
 from moe_lab.arms import ExpertStack
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.errors import LabError
-from moe_lab.formats import QuantTensor
+from moe_lab.formats.layouts import Laid
 from moe_lab.layer import MoELayer, Options
 from moe_lab.routing import Routing
 from moe_lab.runs import Case
@@ -120,7 +120,7 @@ def clone(layer: MoELayer) -> MoELayer:
     return twin
 
 
-def _copied(q: QuantTensor) -> QuantTensor:
+def _copied(q: Laid) -> Laid:
     return replace(q, **{name: t.clone() for name, t in q.tensors.items()})
 
 

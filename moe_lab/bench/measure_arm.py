@@ -7,10 +7,12 @@ from typing import Any
 
 from moe_lab.arms import ARMS, Arm, get_arm, layer_tolerance
 from moe_lab.arms.guard import check_arm
+from moe_lab.arms.table import split_layout
 from moe_lab.bench.cell import Cell, Settings
 from moe_lab.bench.check import MEASURE, Judge, Verdict
 from moe_lab.bench.clock import clock
 from moe_lab.bench.failures import give_back, status_of
+from moe_lab.bench.laid import laid
 from moe_lab.bench.roof import Roof
 from moe_lab.errors import LabError
 from moe_lab.runs import Case, Record, Spread, Status
@@ -25,11 +27,12 @@ def arm_name(arm: str | Arm) -> str:
 
 
 def expect_arms(arms: Sequence[str | Arm]) -> None:
-    """LabError or LabTypeError unless these are known names or arms, at least one, none twice."""
+    """LabError or LabTypeError unless these are known names (with a layout, as gemv@tiles, or without) or arms, at
+    least one, none twice."""
     if isinstance(arms, str) or not arms:
         raise LabError(f"arms are {arms!r}; wanted a list of names or objects, at least one.")
     for arm in arms:
-        if isinstance(arm, str) and arm != AUTO and arm not in ARMS:
+        if isinstance(arm, str) and split_layout(arm)[0] not in (AUTO, *ARMS):
             raise LabError(f"no arm is called {arm!r}; known: {AUTO}, {', '.join(ARMS)}.")
         if not isinstance(arm, str):
             check_arm(arm, ARMS)
@@ -45,11 +48,15 @@ def measure_arm(cell: Cell, wanted: str | Arm, settings: Settings, top: Roof) ->
     backend, name = backend_of(cell.x), arm_name(wanted)
     head: dict[str, Any] = {"what": "layer", "format": cell.format, "backend": backend, "arm": name}
     try:
-        arm = get_arm(wanted, cell.layer.experts.formats, backend, cell.layer.spec, cell.x.shape[1])
+        layer, wanted = laid(cell.layer, wanted)
+        cell = replace(cell, layer=layer)
+        arm = get_arm(wanted, layer.experts.formats, backend, layer.spec, cell.x.shape[1], layer.experts.layout)
     except LabError as e:
         return [Record(case=cell.case, status=Status.UNSUPPORTED, reason=" ".join(str(e).split()), **head)]
-    if name == AUTO:
-        head["arm"] = f"{AUTO} ({arm.name})"
+    except Exception as e:
+        return [_failed(e, cell, "", head)]
+    if wanted == AUTO:
+        head["arm"] = f"{name} ({arm.name})"
     tolerance = settings.tolerance or layer_tolerance(arm, cell.layer.experts.formats)
     judge = Judge(cell.layer, arm, cell.x[0], cell.routings[0], cell.options, tolerance, settings.seed + 7)
     try:

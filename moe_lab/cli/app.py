@@ -92,8 +92,11 @@ def run(
     step_tokens: Annotated[
         int | None, typer.Option(help="Step by step through all layers, so many rows at a time, as decoding goes.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="With --step-tokens: which experts the cache keeps.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="With --step-tokens: which experts the cache keeps, as lru or random_oldest:5%.")
+    ] = "lru",
     prefetch: Annotated[int, typer.Option(help="With --step-tokens: experts read ahead of the next layer.")] = 0,
+    layout: Annotated[str, typer.Option(help="How experts are kept: raw, planar, tiles or auto.")] = "raw",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     recorded: Annotated[
         Path | None, typer.Option("--input", help="Activations (npz); default: activations.npz beside the file.")
@@ -108,7 +111,7 @@ def run(
         rows, notes = replay_layers(
             file, layer=layer, tokens=tokens, step_tokens=step_tokens, arm=arm, cache_gib=cache_gib,
             cache_slots=cache_slots, policy=policy, prefetch=prefetch, packed=packed, device=device, recorded=recorded,
-            as_json=json,
+            layout=layout, as_json=json,
         )  # fmt: skip
         emit("run", rows, as_json=json, title=f"{file}: {tokens} tokens, {step_tokens} a step", notes=notes)
         return
@@ -124,6 +127,7 @@ def run(
         packed=packed,
         device=device,
         recorded=recorded,
+        layout=layout,
     )
     emit("run", rows, as_json=json, title=f"{file}: {tokens} tokens", notes=notes)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.activations import Inputs
+from moe_lab.bench.laid import laid
 from moe_lab.cli.run import layer_numbers
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
@@ -135,7 +136,7 @@ def _flip_shares(
         return {}, "flips in the next layer: unknown (they need recorded token ids and a model that can be run on)"
     found = {}
     for number, layer, rows, after in _along(ckpt, numbers, tokens):
-        outs = {arm: layer(rows, arm).out for arm in arms}
+        outs = {name: own(rows, arm).out for name in arms for own, arm in (laid(layer, name),)}
         for a, b in combinations(arms, 2):
             flipped: Any = after.flips(outs[a], outs[b])["flipped"]
             found[number, a, b] = float(flipped.mean())

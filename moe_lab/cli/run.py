@@ -9,11 +9,14 @@ from typing import Any
 
 from moe_lab.activations import Inputs
 from moe_lab.errors import LabError
+from moe_lab.formats.layouts import RAW
 from moe_lab.layer import Options
 from moe_lab.open import Checkpoint
 from moe_lab.open import open as open_checkpoint
+from moe_lab.replay import Recording
 from moe_lab.replay import run as replay
 from moe_lab.stream.cache import ExpertCache
+from moe_lab.stream.policy import policy_of
 from moe_lab.timing import record
 
 
@@ -39,6 +42,7 @@ def run_layers(
     packed: Path | None = None,
     device: str,
     recorded: Path | None,
+    layout: str = RAW,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Timing rows, one a layer, and notes. Resident layers are called once before the clock counts; streamed runs
     start cold.
@@ -48,7 +52,7 @@ def run_layers(
     if packed is not None and cache_gib is None and cache_slots is None:
         raise LabError("--packed is where a cache reads experts: give --cache-gib or --cache-slots with it.")
     with ExitStack() as stack:
-        ckpt = open_checkpoint(file, packed=packed)
+        ckpt = open_checkpoint(file, packed=packed, layout=layout)
         numbers = layer_numbers(ckpt, layer)
         assert ckpt.spec is not None
         rows = Inputs(file, ckpt.spec.d_model, tokens, recorded)
@@ -85,6 +89,7 @@ def replay_layers(
     packed: Path | None,
     device: str,
     recorded: Path | None,
+    layout: str = RAW,
     as_json: bool,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of lab.replay: a row a layer for people (medians of ms, sums of counts), a row a (step, layer) in JSON."""
@@ -94,12 +99,12 @@ def replay_layers(
     if prefetch and not streamed:
         raise LabError("--prefetch reads experts ahead, and these are resident: give --cache-gib or --cache-slots.")
     with ExitStack() as stack:
-        ckpt = stack.enter_context(open_checkpoint(file, packed=packed))
+        ckpt = stack.enter_context(open_checkpoint(file, packed=packed, layout=layout))
         numbers = layer_numbers(ckpt, layer)
         assert ckpt.spec is not None
         rows = Inputs(file, ckpt.spec.d_model, tokens, recorded)
         size = {"slots": cache_slots, "gib": cache_gib}
-        cache = stack.enter_context(ExpertCache(**size, policy=policy)) if streamed else None
+        cache = stack.enter_context(ExpertCache(**size, policy=policy_of(policy))) if streamed else None
         options = Options(prefetch=prefetch)
         how: dict[str, Any] = {"arm": arm, "step_tokens": step_tokens, "layers": numbers, "device": device}
         found = replay(ckpt, rows, cache=cache, options=options, **how)
@@ -112,7 +117,22 @@ def replay_layers(
     waits = sorted(by_cause.sum().to_dict().items(), key=lambda one: -one[1])
     if told := [f"{cause} {ms:.3g} ms" for cause, ms in waits if ms > 0]:
         notes.append("waited, by cause: " + ", ".join(told))
+    if prefetch:
+        notes += _unpredicted(found)
     return _by_layer(table), notes
+
+
+def _unpredicted(found: Recording) -> list[str]:
+    """Why nothing was read ahead where that was asked for."""
+    why: dict[str, set[int]] = {}
+    for call in found.calls:
+        if call.timing.no_prefetch is not None:
+            why.setdefault(call.timing.no_prefetch, set()).add(call.layer)
+    notes = [f"no prediction from layer {', '.join(map(str, sorted(at)))}: {reason}" for reason, at in why.items()]
+    guessed = any(call.timing.predicted for call in found.calls)
+    if guessed and not any(call.timing.prefetched for call in found.calls):
+        notes.append("nothing was read ahead: all that was predicted was in the cache or on its way")
+    return notes
 
 
 def _by_layer(table: Any) -> list[dict[str, Any]]:

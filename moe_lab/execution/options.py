@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_lab.arms import Arm
+from moe_lab.arms.guard import unread
 from moe_lab.errors import LabError
 from moe_lab.stream.prediction import Prefetch, as_prefetch
 
@@ -56,11 +57,12 @@ class Options:
             raise LabError("Options.verify_routing checks routing on the device, but routing is 'host'.")
 
 
-def check_activation(arm: Arm, formats: Sequence[str], options: Options) -> None:
-    """LabError where the routed arm cannot give weights of these formats the activations asked for."""
+def check_activation(arm: Arm, formats: Sequence[str], options: Options, layout: str) -> None:
+    """LabError where the routed arm cannot give weights of these formats, kept so, the activations asked for."""
     if options.activation is None:
         return
     meets = getattr(arm, "meets", None)
     why = "it has no such setting" if meets is None else meets(formats, options.activation)
+    why = why or unread(arm, layout, options.activation)
     if why is not None:
         raise LabError(f"arm {arm.name!r} does not take Options.activation={options.activation!r}: {why}.")

@@ -62,12 +62,12 @@ def settle(layer: LayerParts, arm: str | Arm, options: Options, backend: str, to
         known, made = layer.settled[key]
         if all(a is b for a, b in zip(known, parts, strict=True)):
             return made
-    own = get_arm(arm, layer.experts.formats, backend, layer.spec, tokens)
+    own = get_arm(arm, layer.experts.formats, backend, layer.spec, tokens, layer.experts.layout)
     fused, spec = fuses(layer, options, tokens), shared_formula(layer.spec)
     made = Settled(own, pick_shared_arm(layer, own, options, backend, tokens), spec, fused)
     if options.routing == "device":
         check_on_device(layer, own, options, tokens)
-    check_activation(own, layer.experts.formats, options)
+    check_activation(own, layer.experts.formats, options, layer.experts.layout)
     if named and (len(layer.settled) < MOST_SETTLED or key in layer.settled):
         layer.settled[key] = (parts, made)
     return made

@@ -31,7 +31,9 @@ from moe_lab.formats.legacy import (
 from moe_lab.formats.mx import MXFP4_OSS, MXFP8
 from moe_lab.formats.planar import Planar
 from moe_lab.formats.quant_tensor import QuantTensor
+from moe_lab.formats.repacked import Repacked
 from moe_lab.formats.scaled import Flaw, Parts, ScaledFormat
+from moe_lab.formats.tiled import Tiled
 
 _ALL: tuple[OwnFormat, ...] = (
     F32, F16, BF16, Q8_0_FORMAT, Q4_0_FORMAT, Q4_1_FORMAT, Q5_0_FORMAT, Q5_1_FORMAT,
@@ -79,6 +81,6 @@ def quantize(w: Tensor, format: str | WeightFormat, *, fallback: str | WeightFor
 
 __all__ = [
     "FORMATS", "ActivationLayout", "Arithmetic", "BlockFormat", "DenseFormat", "Flaw", "IntegerForm", "Parts",
-    "Planar", "QuantRows", "QuantTensor", "ScaledFormat", "WeightFormat",
+    "Planar", "QuantRows", "QuantTensor", "Repacked", "ScaledFormat", "Tiled", "WeightFormat",
     "from_blocks", "get_format", "quantize", "quantize_activations", "quantize_q8_1", "to_blocks",
 ]  # fmt: skip

@@ -116,6 +116,15 @@ class QuantTensor:
         return {name: t for name, t in named.items() if t is not None}
 
     @property
+    def layout(self) -> str:
+        """Raw: as files have it. `moe_lab.formats.layouts` has the others."""
+        return "raw"
+
+    def to_raw(self) -> "QuantTensor":
+        """Itself, as weights of every layout answer."""
+        return self
+
+    @property
     def nbytes(self) -> int:
         """Bytes of everything the tensor is made of."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())

@@ -13,6 +13,8 @@ import numpy as np
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import ARMS, Arm, layer_tolerance
 from moe_lab.arms.guard import is_own
+from moe_lab.arms.table import split_layout, with_layout
+from moe_lab.bench.laid import laid
 from moe_lab.distance import bits, nmse, ulp_distance
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.layer import MoELayer, MoEOutput, Options
@@ -40,8 +42,9 @@ def compare(
     options: Options | None = None,
     after: NextLayer | None = None,
 ) -> ParityReport:
-    """Run `arms` (at least two; names or objects) on the same rows and picks, each once. LabError for fewer, for names
-    twice or unknown, and where every arm fails. `after`: the next layer, to count the tokens whose picks there differ.
+    """Run `arms` (at least two; names or objects) on the same rows and picks, each once; a name may say in which layout
+    the experts are to lie, as "gemv@tiles" (without: as they do). LabError for fewer, for names twice or unknown, and
+    where every arm fails. `after`: the next layer, to count the tokens whose picks there differ.
 
     An arm that refuses the layer, raises or runs out of memory has a row in `checks` (UNSUPPORTED, ERROR, OOM) with the
     reason, and none in `table`; the others are compared.
@@ -83,14 +86,16 @@ def _run_all(
     errors: list[Exception] = []
     for arm in arms:
         try:
-            y, found = _run(layer, x, arm, routing, options)
+            own, plain = laid(layer, arm)
+            y, found = _run(own, x, plain, routing, options)
         except Exception as error:
             errors.append(error)
             ended[arm_name(arm)] = _failed(arm_name(arm), error)
             continue
-        if y.arm in ended:
-            raise LabError(f"arm {y.arm!r} was named twice; name each arm once.")
-        ran[y.arm], ended[y.arm] = (y, found), None
+        name = y.arm if own is layer else with_layout(y.arm, own.experts.layout)
+        if name in ended:
+            raise LabError(f"arm {name!r} was named twice; name each arm once.")
+        ran[name], ended[name] = (y, found), None
     if not ran:
         raise errors[0]
     return ran, ended
@@ -124,7 +129,7 @@ def _check(
     from moe_lab.bench.check import too_far
 
     finite = reference.isfinite().all(-1)
-    error, wrong = too_far(y.out[finite], reference[finite], layer_tolerance(name, formats))
+    error, wrong = too_far(y.out[finite], reference[finite], layer_tolerance(split_layout(name)[0], formats))
     reasons = problems or ([wrong] if wrong else [])
     status = Status.INCORRECT if reasons else Status.PASSED
     about = {"arm": name, "status": status.value, "nmse": error, "reason": "; ".join(reasons)}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_lab.stream.arena import DeviceArena, Stage
+from moe_lab.stream.packing import Packing
 
 _ONE_DEVICE = threading.RLock()  # readers wait for events at the same time: what one takes off a queue it also does
 
@@ -132,10 +133,15 @@ class FakeCuda:
 class LateArena(DeviceArena):
     """A device arena in host memory whose copies happen when its stream gets to them."""
 
-    def __init__(self, slots: int, slot_bytes: int, buffers: int, cuda: FakeCuda) -> None:
-        super().__init__(slots, slot_bytes, torch.device("cpu"), buffers, cuda=cuda)
+    def __init__(
+        self, slots: int, slot_bytes: int, buffers: int, cuda: FakeCuda, stage_bytes: int | None = None
+    ) -> None:
+        super().__init__(slots, slot_bytes, torch.device("cpu"), buffers, cuda=cuda, stage_bytes=stage_bytes)
 
     def _copy(self, slot: int, stage: Stage, nbytes: int, stream: Any) -> None:
         assert stage.tensor is not None
         source, target = stage.tensor[:nbytes], self.tensor[slot, :nbytes]
         stream.queue.append(lambda: target.copy_(source))
+
+    def _pack(self, slot: int, stage: Stage, nbytes: int, raw: torch.Tensor, packing: Packing) -> None:
+        self._cuda.current.queue.append(lambda: DeviceArena._pack(self, slot, stage, nbytes, raw, packing))

@@ -7,15 +7,11 @@ import os
 import pytest
 import torch
 
-import moe_lab as lab
 from moe_lab.arms import ARMS
-from moe_lab.errors import LabError, LabTypeError
+from moe_lab.errors import LabError
 from moe_lab.execution.options import Options
-from moe_lab.formats import Planar, quantize
-from moe_lab.layer import MoELayer
 from moe_lab.parity import nmse
 from moe_lab.routing import Routing
-from moe_lab.spec import MoESpec, RouterSpec
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv_float.steps import WALKS
 from moe_lab_kernels.storage.blocks import GEMV_FORMATS
@@ -63,20 +59,3 @@ def test_the_policy_needs_a_prefill_arm_for_the_format() -> None:
     with pytest.raises(LabError, match="its part 'mmq'"):
         wl.make("bf16", 256, 2880)(wl.rows(256), "gemv_mmq", routing=wl.picks(0))
     assert ARMS["gemv_mmq"].ranges[0].rows == 8  # type: ignore[attr-defined]
-
-
-@pytest.mark.wrong_types
-def test_planar_weights_are_refused_by_name() -> None:
-    """No arm reads planes; what they hold comes back with every bit."""
-    raw = quantize(torch.randn(3, 256, 256, generator=torch.Generator().manual_seed(1)), "q2_k")
-    planar, spec = Planar.from_raw(raw), MoESpec(RouterSpec(3, 1), 256, 256)
-    parts = {"router": torch.zeros(3, 256), "gate": raw, "up": planar, "down": raw}
-    with pytest.raises(
-        LabTypeError, match=r"up is a moe_lab.Planar .*wanted a float tensor or a QuantTensor; its .to_raw"
-    ):
-        MoELayer.from_tensors(spec, **parts)
-    one = Planar.from_raw(raw[0])
-    with pytest.raises(LabTypeError, match=r"q is a moe_lab\.Planar"):
-        lab.matmul(torch.zeros(1, 256), one, "gemv", "bf16")
-    x = torch.randn(2, 256)
-    assert torch.equal(lab.matmul(x, one.to_raw(), "gemv", "bf16"), lab.matmul(x, raw[0], "gemv", "bf16"))

@@ -23,16 +23,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def matrix(format: str) -> lab.QuantTensor:
     w = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
-    return as_quant(w, "w", (32, 256)) if format == "f32" else lab.quantize(w, format)
+    if format != "f32":
+        return lab.quantize(w, format)
+    whole = as_quant(w, "w", (32, 256))
+    assert isinstance(whole, lab.QuantTensor)
+    return whole
 
 
 def test_raw_and_planar_k_quants_have_the_same_bytes_and_values(model: Path) -> None:
     with lab.open(model) as ckpt:
         rows = layout_rows(ckpt, 1, expert=5)
     assert [(r["role"], r["layout"], r["bytes"]) for r in rows] == [
-        ("gate", "raw", 256 * 84), ("gate", "planar", 256 * 84),
-        ("up", "raw", 256 * 84), ("up", "planar", 256 * 84),
-        ("down", "raw", 256 * 110), ("down", "planar", 256 * 110),
+        ("gate", "raw", 256 * 84), ("gate", "planar", 256 * 84), ("gate", "tiles", 256 * 84),
+        ("up", "raw", 256 * 84), ("up", "planar", 256 * 84), ("up", "tiles", 256 * 84),
+        ("down", "raw", 256 * 110), ("down", "planar", 256 * 110), ("down", "tiles", 256 * 110),
     ]  # fmt: skip
     assert {r["bits_per_weight"] for r in rows} == {2.625, 3.4375}
     assert all(r["same"] and r["decode_ms"] > 0 for r in rows)
@@ -55,7 +59,7 @@ def test_it_is_the_expert_asked_for_and_nothing_else_is_read(model: Path, monkey
     [
         ("f32", {"raw": 32 * 256 * 4}),
         ("fp8_block", {"raw": 32 * 256 + 2 * 4}),
-        ("q8_0", {"raw": 32 * 8 * 34, "planar": 32 * 8 * 34}),
+        ("q8_0", {"raw": 32 * 8 * 34, "planar": 32 * 8 * 34, "tiles": 32 * 8 * 34}),
         ("mxfp4_oss", {"raw": 32 * 136, "transposed": 32 * 136, "both": 2 * 32 * 136}),
         ("nvfp4_ct", {"raw": 32 * 144 + 4, "transposed": 32 * 144 + 4, "both": 2 * (32 * 144 + 4)}),
     ],
@@ -71,7 +75,7 @@ def test_a_layout_that_changes_a_value_says_so(model: Path, monkeypatch: pytest.
     right = Planar.dequantize
     monkeypatch.setattr(Planar, "dequantize", lambda self: right(self).index_fill(0, torch.tensor(7), 1.0))
     with lab.open(model) as ckpt:
-        assert [r["same"] for r in layout_rows(ckpt, 0)] == [True, False] * 3
+        assert [r["same"] for r in layout_rows(ckpt, 0)] == [True, False, True] * 3
 
 
 def test_experts_that_cannot_be_streamed_are_read_with_their_layer(tmp_path: Path) -> None:
@@ -97,7 +101,8 @@ class TestCommand:
     def test_json_and_table(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["inspect", str(model), "--layouts", "--layer", "1", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        assert [(r["layer"], r["layout"], r["same"]) for r in rows] == [(1, "raw", True), (1, "planar", True)] * 3
+        names = ("raw", "planar", "tiles")
+        assert [(r["layer"], r["layout"], r["same"]) for r in rows] == [(1, name, True) for name in names] * 3
         assert {r["backend"] for r in rows} == {"torch"}
         assert main(["inspect", str(model), "--layouts"]) == 0
         out = capsys.readouterr().out

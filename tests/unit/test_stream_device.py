@@ -158,7 +158,7 @@ def test_no_buffer_is_free_while_all_are_in_use(cuda: FakeCuda):
     stages = []
     while (stage := slots.stage(0)) is not None:
         stages.append(stage)
-    assert len(stages) == len(slots._stages) >= 1
+    assert len(stages) == len(slots.stages.every) >= 1
     slots.recycle(stages[0])
     slots.recycle(stages[0])
     assert slots.stage(0) is stages[0]

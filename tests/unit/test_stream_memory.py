@@ -173,6 +173,6 @@ class TestMemorySource:
                         cuda.synchronize()
                         assert held(lease) == wanted(source, layer, wave)
             assert cache.misses == 10
-            free = len(cache._arena._free)  # type: ignore[union-attr]
-            assert free == len(cache._arena._stages)  # type: ignore[union-attr]
+            free = len(cache._arena.stages.free)  # type: ignore[union-attr]
+            assert free == len(cache._arena.stages.every)  # type: ignore[union-attr]
         assert bool(filled) != locked
