@@ -85,14 +85,14 @@ def small_case(kind: str, tokens: int, tile: gt.Tile | WideTile, n: int = 256, k
     rows, row_of = rows_of(x.bfloat16(), layout), torch.randperm(len(x), device=DEVICE, generator=draw).int()
     tiles = [[0, 0, min(5, tokens)], [1, 5, tokens], [-1, 0, 0]]
     work = gt.WorkList(torch.tensor(tiles, dtype=torch.int32, device=DEVICE), tokens)
-    got, want = (torch.full((len(x), n), float("nan"), device=DEVICE) for _ in range(2))
+    got, want = (torch.full((len(x), n), float("inf"), device=DEVICE) for _ in range(2))
     try:
         mmq.mmq_product(rows, row_of, w, work, got, tile=tile)
         torch.cuda.synchronize()
     except Exception as e:
         return f"{type(e).__name__}: {str(e)[:80]}"
     mmq.mmq_product_ref(rows, row_of, w, work, want)
-    short = mmq.mmq_product(rows, row_of, w, work, torch.full_like(got, float("nan"), dtype=torch.bfloat16), tile=tile)
+    short = mmq.mmq_product(rows, row_of, w, work, torch.full_like(got, float("inf"), dtype=torch.bfloat16), tile=tile)
     if not torch.equal(short.view(torch.int16), want.bfloat16().view(torch.int16)):
         return "WRONG: bf16 rows differ"
     same = torch.equal(got.view(torch.int32), want.view(torch.int32))

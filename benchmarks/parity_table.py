@@ -1,11 +1,12 @@
 """How far the arms lie apart on a device, and an arm on the GPU from itself on the CPU: no times, numbers alone.
 
-    PYTHONPATH=.:kernels python benchmarks/parity_table.py --out DIR [--device cuda]
+    PYTHONPATH=.:kernels python benchmarks/parity_table.py --out DIR [--device cuda] [--only q8_0]
 
 Rows: the shipped model's six layers on its 512 recorded rows, and wide layers of heavy-tailed weights (rows of 2048
 values) on rows of known statistics; fp32, picks made once on the CPU, so that a difference is arithmetic's. A row
 `arms` compares two arms on the device; a row `devices` one arm's CPU path (a) with the device's kernels (b).
-`nmse_a`, `nmse_b`: against the formula in float64. Prints the table and writes DIR/parity_table.csv.
+`nmse_a`, `nmse_b`: against the formula in float64. Prints the table and writes DIR/parity_table.csv. `--only`: models
+whose names have this part, so that several processes may share the table.
 """
 
 import argparse
@@ -33,14 +34,16 @@ COLUMNS = ["what", "model", "layer", "tokens", "arm_a", "arm_b", "equal_share", 
            "finite", "device", "backend", "driver", "torch", "triton", "commit"]  # fmt: skip
 
 
-def cases(device: str) -> Iterator[tuple[str, Any, lab.MoELayer, lab.MoELayer, torch.Tensor]]:
+def cases(device: str, only: str) -> Iterator[tuple[str, Any, lab.MoELayer, lab.MoELayer, torch.Tensor]]:
     """(model, layer or statistics, the layer on the CPU, on the device, rows on the CPU)."""
     ckpt = lab.open(lab.sample())
     assert ckpt.spec is not None
     inputs = Inputs(ckpt.path, ckpt.spec.d_model, 512)
-    for n in ckpt.moe_layers:
+    for n in ckpt.moe_layers if only in ckpt.path.stem else ():
         yield ckpt.path.stem, n, ckpt.layer(n), ckpt.layer(n, device=device), inputs.layer(n)
     for gate, down in WIDE:
+        if only not in f"wide {gate}+{down}":
+            continue
         here = wide_layer(gate, down)
         assert isinstance(here.experts, ResidentExperts)
         stack, router = here.experts.stack, on_device(here.router_weights, device)
@@ -61,9 +64,9 @@ def outputs(layer: lab.MoELayer, x: torch.Tensor, picks: Routing) -> dict[str, t
     return made
 
 
-def rows(device: str) -> Iterator[dict[str, Any]]:
+def rows(device: str, only: str) -> Iterator[dict[str, Any]]:
     """One for each pair of arms and each arm on both devices."""
-    for model, which, here, there, x in cases(device):
+    for model, which, here, there, x in cases(device, only):
         picks = here.route(x)
         moved = Routing(picks.ids.to(device), picks.weights.to(device), width=picks.width)
         exact = exact_layer(here, x, picks)
@@ -84,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", metavar="PART", help="models whose names have this part")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     where = {**measured_on(), "backend": "cuda" if args.device.startswith("cuda") else "torch"}
@@ -91,7 +95,7 @@ def main() -> int:
     with (args.out / "parity_table.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
-        for row in rows(args.device):
+        for row in rows(args.device, args.only):
             finite = finite and row["finite"]
             numbers = {k: f"{row[k]:.4g}" for k in ("equal_share", "nmse_ab", "nmse_a", "nmse_b")}
             table.writerow({**row, **numbers, **{k: v for k, v in where.items() if k in COLUMNS}})

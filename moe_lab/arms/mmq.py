@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, PlannedWork, Schedule, activate, lacks_kernel
+from moe_lab.arms.base import ArmContext, ExpertStack, Group, PlannedWork, Schedule, by_slot, reads_only
+from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, weighed_rows
 from moe_lab.arms.lists import numbers, shared_tiles, tiles_of, zeros
-from moe_lab.formats import QuantTensor, quantize_activations
+from moe_lab.formats import quantize_activations
+from moe_lab.formats.layouts import RAW
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.grouped import operands as go
 from moe_lab_kernels.grouped.tiles import WorkList
@@ -28,6 +30,7 @@ class Mmq:
 
     name = "mmq"
     per_token = False
+    layouts: tuple[str, ...] = (RAW, "planar")
 
     def layout(self, format: str) -> str:
         """The layout of activations for weights of a format."""
@@ -38,43 +41,44 @@ class Mmq:
         missing = sorted({f for f in formats if f not in MMQ_LAYOUTS})
         return f"it serves {', '.join(MMQ_LAYOUTS)}, not {', '.join(missing)}" if missing else None
 
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """See `ArmExtras.reads`."""
+        return None if layout in self.layouts else reads_only(self.layouts, layout)
+
     def tolerance(self, formats: Sequence[str]) -> str:
         """Sums of unquantised values meet the minima, where there are any: the row of the tolerance table."""
         raw = any(f in HAS_MINIMA and self.layout(f) != "q8_k" for f in formats)
         return "mmq/layer" if raw else "bench/layer"
 
     def lacks(self, spec: MoESpec) -> str | None:
-        """Plain gated experts alone, weighed on their output."""
-        if spec.expert_bias:
-            return "expert biases"
-        if spec.weight_place != "output":
-            return f"the routing weight on the {spec.weight_place}"
-        return lacks_kernel(spec)
+        """Gated experts alone; biases, every clamp and every place of the routing weight are served."""
+        return lacks_formula(spec)
 
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
     ) -> None:
         """See `Arm.experts`."""
         first, last = groups[0].first, groups[-1].first + groups[-1].rows
-        token, slot = schedule.token[first:last], schedule.slot[first:last]
+        token, slot, weight = (t[first:last] for t in (schedule.token, schedule.slot, schedule.weight))
         local = [Group(g.expert, g.first - first, g.rows) for g in groups]
         if ctx.backend == "torch":
-            y[token, slot] = self._torch_mlp(x, token, stack, local, ctx).to(y.dtype)
+            y[token, slot] = self._torch_mlp(x, token, stack, local, ctx, weight).to(y.dtype)
             return
         to = go.Scatter(token.to(torch.int32), slot.to(torch.int32), y.shape[1])
         work = tiles_of(stack, local, len(token), x.device)
         ctx.work.weight_bytes += len(work.tiles) * stack.expert_bytes
-        self._kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]))
+        self._kernel_mlp(x, to, stack, work, ctx, y.view(-1, y.shape[-1]), weight)
 
     def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
         """See `ArmExtras.experts_of_plan`."""
         if ctx.backend != "torch":
             to = go.Scatter(plan.token, plan.slot, y.shape[1])
-            self._kernel_mlp(x, to, stack, plan.tiles(), ctx, y.view(-1, y.shape[-1]))
+            self._kernel_mlp(x, to, stack, plan.tiles(), ctx, y.view(-1, y.shape[-1]), plan.weight)
             return
         known = plan.known()
         for groups in known.steps:
-            y[known.token, known.slot] = self._torch_mlp(x, known.token, stack, groups, ctx).to(y.dtype)
+            made = self._torch_mlp(x, known.token, stack, groups, ctx, known.weight)
+            y[known.token, known.slot] = made.to(y.dtype)
 
     def shared(self, x: Tensor, stack: ExpertStack, ctx: ArmContext) -> Tensor:
         """The shared expert over all rows: x [T, D] -> [T, D] of the stored dtype."""
@@ -94,22 +98,34 @@ class Mmq:
         return MmqRows(made.codes, made.scale, made.total, layout)
 
     def _kernel_mlp(
-        self, x: Tensor, to: go.Scatter, stack: ExpertStack, work: WorkList, ctx: ArmContext, out: Tensor
+        self,
+        x: Tensor,
+        to: go.Scatter,
+        stack: ExpertStack,
+        work: WorkList,
+        ctx: ArmContext,
+        out: Tensor,
+        weight: Tensor | None = None,
     ) -> None:
-        """Down rows through the kernels, written to out where `to` says. Nothing is read back."""
-        gate, up, down = (_weight(stack.part(name)) for name in ("gate", "up", "down"))
-        rows, scratch = self.rows(x, gate.format), self._scratch(work, (gate, up, down), ctx, x.device)
-        if go.alike(gate, up) is None and (ctx.spec.limit is None or ctx.spec.limit_mode == "before"):
-            how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "scratch": scratch}
-            hidden = mmq.mmq_hidden(rows, to.row, gate, up, work, ctx.store_dtype, **how)
+        """Down rows through the kernels, written to out where `to` says; `weight` fp32 [P], the router's. Nothing is
+        read back."""
+        gate, up, down = (_weight(stack, name) for name in ("gate", "up", "down"))
+        of_gate, of_up, of_down = bias_parts(stack.biases)
+        scratch, own = self._scratch(work, (gate, up, down), ctx, x.device), weighed_rows(x, to.row, weight, ctx.spec)
+        x, row_of = (x, to.row) if own is None else (own, None)
+        rows, how = self.rows(x, gate.format), gate_of(ctx.spec, weight)
+        if mmq.fuses(gate, up, work, rows.layout == "q8_k", how):
+            hidden = ctx.empty("hidden", (len(to.row), gate.rows), ctx.store_dtype, x.device)
+            both = None if of_gate is None or of_up is None else (of_gate, of_up)
+            mmq.mmq_gate_up(rows, row_of, gate, up, work, hidden, how=how, biases=both)
         else:
-            shape = (len(to.row), gate.data.shape[1])
-            g, u = (ctx.empty(name, shape, ctx.store_dtype, x.device) for name in ("gate", "up"))
-            mmq.mmq_product(rows, to.row, gate, work, g, scratch=scratch)
-            of_up = rows if up.format == gate.format else self.rows(x, up.format)
-            mmq.mmq_product(of_up, to.row, up, work, u, scratch=scratch)
-            hidden = activate(g, u, ctx)
-        mmq.mmq_product(self.rows(hidden, down.format), None, down, work, out, to=to, scratch=scratch)
+            g, u = (ctx.empty(n, (len(to.row), gate.rows), ctx.store_dtype, x.device) for n in ("gate", "up"))
+            mmq.mmq_product(rows, row_of, gate, work, g, bias=of_gate, scratch=scratch)
+            of_x = rows if up.format == gate.format else self.rows(x, up.format)
+            mmq.mmq_product(of_x, row_of, up, work, u, bias=of_up, scratch=scratch)
+            hidden = hidden_rows(g, u, weight, ctx)
+        rows = self.rows(hidden, down.format)
+        mmq.mmq_product(rows, None, down, work, out, to=to, bias=of_down, scratch=scratch)
 
     def _scratch(
         self, work: WorkList, weights: Sequence[go.Weight], ctx: ArmContext, device: torch.device
@@ -119,10 +135,17 @@ class Mmq:
         return ctx.empty("opened weights", (most,), torch.uint8, device) if most else None
 
     def _torch_mlp(
-        self, x: Tensor, token: Tensor, stack: ExpertStack, groups: Sequence[Group], ctx: ArmContext
+        self,
+        x: Tensor,
+        token: Tensor,
+        stack: ExpertStack,
+        groups: Sequence[Group],
+        ctx: ArmContext,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """Down rows [P, D] of the pairs in order; each distinct row of x is quantised once for each layout."""
         ctx.work.weight_bytes += len(groups) * stack.expert_bytes
+        own = weighed_rows(x, token, weight, ctx.spec)
 
         def project(part: str, rows: MmqRows, of: Tensor | None) -> Tensor:
             ctx.work.products += len(groups)
@@ -131,11 +154,14 @@ class Mmq:
                 span = slice(g.first, g.first + g.rows)
                 at = span if of is None else of[span]
                 picked = rows.each(lambda t, at=at: t[at])
-                done.append(product_ref(stack.matrix(part, g.expert).data, picked, stack.part(part).format))
+                product = product_ref(stack.matrix(part, g.expert).data, picked, stack.part(part).format)
+                bias = stack.bias(part, g.expert)
+                done.append(product if bias is None else product + bias.float())
             return ctx.store(torch.cat(done))
 
-        gate, up = (project(part, self.rows(x, stack.part(part).format), token) for part in ("gate", "up"))
-        return project("down", self.rows(activate(gate, up, ctx), stack.down.format), None)
+        x, of = (x, token) if own is None else (own, None)
+        gate, up = (project(part, self.rows(x, stack.part(part).format), of) for part in ("gate", "up"))
+        return project("down", self.rows(hidden_rows(gate, up, weight, ctx), stack.down.format), None)
 
 
 class MmqFolded(Mmq):
@@ -155,5 +181,6 @@ class MmqFolded(Mmq):
         return reason
 
 
-def _weight(q: QuantTensor) -> go.Weight:
-    return go.Weight(q.data, q.format, q.shape[-1])
+def _weight(stack: ExpertStack, part: str) -> go.Weight:
+    q = stack.part(part)
+    return go.Weight(by_slot(q), q.format, q.shape[-1], layout=q.layout)

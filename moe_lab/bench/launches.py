@@ -185,16 +185,20 @@ def _codes(h: Any) -> Tensor:
 def mmq_jobs(w: Matrices, inputs: Sequence[Input]) -> Iterator[Job]:
     """int8 rows times codes taken apart in the loop: gate and up where they go together, one product of each part."""
     tokens = inputs[0].work.tokens
-    default = mmq.mmq_tile(w.gate.format, False, tokens, "cuda")
     cuts = [(64, 4, 2), (64, 4, 3), (64, 2, 2), (128, 4, 2), (128, 8, 2)]
-    tried = [default._replace(rows=r, warps=v, stages=s) for r, v, s in cuts]
+
+    def job(m: Weight, gated: bool, calls: Sequence[Callable[[Any], Tensor]]) -> Job:
+        default = mmq.mmq_tile(m.format, False, tokens, "cuda", gated)
+        tried = [default._replace(rows=r, warps=v, stages=s) for r, v, s in cuts]
+        return _job("mmq", m, tokens, gated, default, tried, calls)
+
     if tokens == gt.TOKENS[0]:
         made = [_rows(i.x, w.gate.format) for i in inputs]
         calls = [lambda tile, i=i, x=x: mmq.mmq_gate_up(x, i.plan.token, w.gate, w.up, i.work, i.h, tile=tile)
                  for i, x in zip(inputs, made, strict=True)]  # fmt: skip
-        yield _job("mmq", w.gate, tokens, True, default, tried, calls)
+        yield job(w.gate, True, calls)
     for m, calls in _products(w, inputs):
-        yield _job("mmq", m, tokens, False, default, tried, calls)
+        yield job(m, False, calls)
 
 
 def wide_jobs(w: Matrices, inputs: Sequence[Input]) -> Iterator[Job]:

@@ -13,11 +13,11 @@ from moe_lab_kernels.backend import count_launches
 from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
-from moe_lab_kernels.mmq.opened import FORMS, opened_bytes
+from moe_lab_kernels.mmq.opened import opened_bytes
 from moe_lab_kernels.mmq.operands import MmqRows, sides, sides_ref
-from moe_lab_kernels.mmq.wide import TILES
-from moe_lab_kernels.rows import activation
+from moe_lab_kernels.mmq.wide import wide_tile
 from moe_lab_kernels.rows.arithmetic import Arithmetic
+from moe_lab_kernels.rows.hidden import Gate, hidden_rows
 from tests.support.kernel_cases import Guarded, nmse, same_bits
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 
@@ -40,16 +40,19 @@ def check(case: MmqCase, **how) -> None:
 @pytest.mark.parametrize("tokens", TOKENS, ids="tile{}".format)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_the_references_in_every_tile(kind: str, tokens: int) -> None:
-    check(mmq_case(kind, 200, 1024, [2, 0, 150], tokens=tokens, device="cuda"))
+    """Of raw blocks, and in the way that is taken by itself."""
+    case = mmq_case(kind, 200, 1024, [2, 0, 150], tokens=tokens, device="cuda")
+    check(replace(case, tile=mmq.mmq_tile(case.gate.format, kind.endswith("q8_k"), tokens, "cuda")))
+    check(case)
 
 
 @pytest.mark.parametrize("weights", [1, 9], ids="{}-open".format)
-@pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("nvfp4")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_the_references_with_opened_weights(kind: str, weights: int) -> None:
     """In the tile that ships, one weight at a time or all of them; many rows go that way by themselves."""
     case = mmq_case(kind, 200, 1024, [2, 0, 150, 300, 129], tokens=128, device="cuda")
     folded = kind.endswith("q8_k")
-    tile = TILES[FORMS[case.gate.format, folded].step]
+    tile = wide_tile(case.gate.format, folded, 128, "cuda")
     room = torch.full((weights * opened_bytes(case.gate, folded),), 0x7B, dtype=torch.uint8, device="cuda")
 
     def op(*args, **given):
@@ -96,17 +99,31 @@ def test_a_rows_bits_are_its_own(kind: str) -> None:
         assert same_bits(case.alone(pair).product().view, whole[pair : pair + 1]), pair
 
 
-@pytest.mark.parametrize("options", [{}, {"limit": 0.5}, {"gelu": True}], ids=str)
-@pytest.mark.parametrize("kind", ["q3_k-d4", "q2_k-q8_k"])
-def test_fused_is_two_products_and_an_activation(kind: str, options: dict) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("q3_k-d4", Gate(limit=0.5, limit_mode="oai")),
+        ("q3_k-d4", Gate(gelu=True)),
+        ("q2_k-q8_k", Gate(limit=0.5)),
+        ("mxfp4-d4", Gate(limit=0.5, limit_mode="oai")),
+    ],
+    ids=["q3_k-oai", "q3_k-gelu", "folded-before", "mxfp4-oai"],
+)
+def test_fused_is_two_products_and_an_activation(kind: str, how: Gate) -> None:
+    """With biases, each of its own expert, whatever the slot; the routing weight on the hidden rows."""
     case = mmq_case(kind, 200, 256, [3, 0, 50], device="cuda")
-    gate, up = case.product(dtype="bf16").view, replace(case, gate=case.up).product(dtype="bf16").view
-    op = activation.geglu if options.get("gelu") else activation.swiglu
-    want = op(gate, up, limit=options.get("limit"))
-    assert same_bits(case.gated(**options).view, want)
+    draw = torch.Generator("cuda").manual_seed(5)
+    biases = (torch.randn(7, 200, generator=draw, device="cuda"), torch.randn(7, 200, generator=draw, device="cuda"))
+    how = how._replace(weight=torch.rand(53, generator=draw, device="cuda"))
+    own = replace(case, experts=torch.tensor([6, 1, 0], dtype=torch.int32, device="cuda"))
+    gate = own.product(dtype="bf16", bias=biases[0]).view
+    assert same_bits(own.product(mmq.mmq_product_ref, dtype="bf16", bias=biases[0]).view, gate)
+    up = replace(own, gate=case.up).product(dtype="bf16", bias=biases[1]).view
+    want = hidden_rows(gate, up, how)
+    assert same_bits(own.gated(how=how, biases=biases).view, want)
     for tokens in (16, 128):
-        work = replace(case, tokens=tokens).work
-        got = mmq.mmq_hidden(case.rows, case.row_of, case.gate, case.up, work, torch.bfloat16, **options)
+        work, given = replace(own, tokens=tokens).work, {"how": how, "biases": biases}
+        got = mmq.mmq_hidden(case.rows, case.row_of, case.gate, case.up, work, torch.bfloat16, **given)
         assert same_bits(got, want), tokens
 
 

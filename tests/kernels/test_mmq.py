@@ -11,9 +11,10 @@ from moe_lab_kernels.grouped.operands import Scatter
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
 from moe_lab_kernels.mmq.operands import sides, sides_ref
+from moe_lab_kernels.mmq.wide import WideTile
 from moe_lab_kernels.primitives import fma_ref
-from moe_lab_kernels.rows import activation
 from moe_lab_kernels.rows.arithmetic import Arithmetic
+from moe_lab_kernels.rows.hidden import Gate, hidden_rows
 from tests.support.kernel_cases import same_bits, worst_relative
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 
@@ -23,6 +24,8 @@ RAGGED = {"empty-experts": [0, 3, 0, 5, 0], "one-takes-all": [0, 0, 41, 0], "T37
 
 
 def check(case: MmqCase, **how) -> None:
+    """Of raw blocks, though some formats would be opened."""
+    case = replace(case, tile=case.tile or mmq.TILE_INTERPRETER)
     got, want = case.product(**how), case.product(mmq.mmq_product_ref, **how)
     assert got.intact()
     assert want.view.isfinite().any()
@@ -74,25 +77,41 @@ def test_a_rows_bits_are_its_own(kind: str) -> None:
         assert same_bits(case.alone(pair).product().view, whole[pair : pair + 1])
 
 
-@pytest.mark.parametrize("options", [{}, {"limit": 0.5}, {"gelu": True}], ids=str)
-def test_fused_is_two_products_and_an_activation(options: dict) -> None:
+@pytest.mark.parametrize("how", [Gate(limit=0.5), Gate(gelu=True), Gate(limit=0.5, limit_mode="oai")],
+                         ids=["before", "gelu", "oai"])  # fmt: skip
+def test_fused_is_two_products_and_an_activation(how: Gate) -> None:
+    """With biases, each of its own expert, whatever the slot; the routing weight on the hidden rows."""
     case = mmq_case("q8_0-d4", 40, 64, [3, 0, 9])
-    gate, up = case.product(dtype="bf16").view, replace(case, gate=case.up).product(dtype="bf16").view
-    op = activation.geglu if options.get("gelu") else activation.swiglu
-    want = op(gate, up, limit=options.get("limit"))
-    assert same_bits(case.gated(**options).view, want)
-    ref = case.gated(mmq.mmq_gate_up_ref, **options).view
+    draw = torch.Generator().manual_seed(5)
+    biases = (torch.randn(7, 40, generator=draw), torch.randn(7, 40, generator=draw))
+    how = how._replace(weight=torch.rand(12, generator=draw))
+    own = replace(case, experts=torch.tensor([6, 1, 0], dtype=torch.int32))
+    gate = own.product(dtype="bf16", bias=biases[0]).view
+    up = replace(own, gate=case.up).product(dtype="bf16", bias=biases[1]).view
+    want = hidden_rows(gate, up, how)
+    assert same_bits(own.gated(how=how, biases=biases).view, want)
+    ref = own.gated(mmq.mmq_gate_up_ref, how=how, biases=biases).view
     assert worst_relative(want, ref) <= tol("activation/bf16")
-    for tokens in (16, 128):
-        work = replace(case, tokens=tokens).work
-        got = mmq.mmq_hidden(case.rows, case.row_of, case.gate, case.up, work, torch.bfloat16, **options)
-        assert same_bits(got, want), tokens
+    work, given = replace(own, tokens=128).work, {"how": how, "biases": biases}
+    got = mmq.mmq_hidden(case.rows, case.row_of, case.gate, case.up, work, torch.bfloat16, **given)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("tile", [None, WideTile(128, 16, 4, 1)], ids=["raw", "opened"])
+def test_a_bias_is_added_before_the_one_rounding(tile: WideTile | None) -> None:
+    case, bias = replace(mmq_case("q8_0-d4", 40, 128, [3, 0, 9]), tile=tile), 1e3 * torch.randn(3, 40)
+    plain = case.product(mmq.mmq_product_ref).view
+    want = plain + bias[[0] * 3 + [2] * 9]
+    for op in (mmq.mmq_product, mmq.mmq_product_ref):
+        assert same_bits(case.product(op, dtype="bf16", bias=bias).view, want.bfloat16())
+    with pytest.raises(LabError, match="2 biases for 3 slots"):
+        case.product(bias=bias[:2].contiguous())
 
 
 def test_the_folded_form_is_fused_alike() -> None:
     case = mmq_case("q3_k-q8_k", 40, 256, [3])
     gate, up = case.product(dtype="bf16").view, replace(case, gate=case.up).product(dtype="bf16").view
-    assert same_bits(case.gated().view, activation.swiglu(gate, up))
+    assert same_bits(case.gated().view, hidden_rows(gate, up, Gate()))
 
 
 def test_scattered_rows() -> None:

@@ -11,7 +11,7 @@ from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing import Routing
 from moe_lab_kernels.backend import count_launches
 from moe_lab_kernels.grouped.operands import Scatter
-from moe_lab_kernels.grouped.tiles import WorkList
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
 from moe_lab_kernels.mmq.opened import FORMS, opened_bytes, room_for
 from moe_lab_kernels.mmq.opened import open_weights as launch
@@ -22,7 +22,6 @@ from tests.support.kernel_cases import same_bits
 from tests.support.mmq_cases import KINDS, MmqCase, mmq_case
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-WIDE = tuple(k for k in KINDS if not k.startswith("nvfp4"))
 TILE = WideTile(128, 16, 4, 1)
 LISTS = {
     "ragged": ([[2, 0, 5], [2, 5, 3], [0, 8, 1], [-1, 0, 0]], 4),
@@ -58,8 +57,8 @@ def test_used_slots_have_places_in_order(tiles: list[list[int]], slots: int) -> 
 
 @pytest.mark.parametrize(("format", "folded"), FORMS, ids=lambda v: v if isinstance(v, str) else "x")
 def test_opened_weights_are_the_references(format: str, folded: bool) -> None:
-    kind = next(k for k in WIDE if k.startswith(format) and k.endswith("q8_k") == folded)
-    case = mmq_case(kind, 9, 256 if kind[3] == "k" else 288, [1, 0, 2])
+    kind = next(k for k in KINDS if k.startswith(format) and k.endswith("q8_k") == folded)
+    case = mmq_case(kind, 9, 256 if kind[3] == "k" else 320, [1, 0, 2])
     w, at = case.gate, places_ref(case.work, 3)
     room = room_for(torch.full((2 * opened_bytes(w, folded),), 0x7B, dtype=torch.uint8), w, folded)
     launch(w, folded, at, 1, room)
@@ -70,7 +69,7 @@ def test_opened_weights_are_the_references(format: str, folded: bool) -> None:
     assert (room.codes[1] == 0x7B).all()
 
 
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_the_references(kind: str) -> None:
     case = mmq_case(kind, 20, 256, [0, 5], tokens=16)
     want = case.product(mmq.mmq_product_ref).view
@@ -103,16 +102,19 @@ def test_rows_that_do_not_exist_are_zero_and_pairs_in_no_tile_keep_what_was_ther
 
 
 def test_many_rows_an_expert_go_the_wide_way() -> None:
+    """And few of a format that is slow to take apart."""
     few, many = mmq_case("q8_0-d4", 24, 64, [3, 0, 20]), mmq_case("q8_0-d4", 24, 64, [130, 140])
-    for case, kernel in ((few, "_mmq"), (replace(few, tokens=128), "_mmq"), (replace(many, tokens=128), "_wide")):
+    slow = mmq_case("mxfp4-d4", 24, 64, [3])
+    for case, kernel in ((few, "_mmq"), (replace(few, tokens=128), "_mmq"), (replace(many, tokens=128), "_wide"),
+                         (slow, "_wide")):  # fmt: skip
         with count_launches() as count:
             got = case.product().view
         assert count.by_kernel[kernel] == 1
         assert same_bits(got, case.product(mmq.mmq_product_ref).view)
 
 
-@pytest.mark.parametrize("tile", [None, TILE], ids=["raw", "opened"])
-def test_a_scale_past_2_to_the_104_is_nan(tile: WideTile | None) -> None:
+@pytest.mark.parametrize("tile", [mmq.TILE_INTERPRETER, TILE], ids=["raw", "opened"])
+def test_a_scale_past_2_to_the_104_is_nan(tile: Tile | WideTile) -> None:
     case = replace(mmq_case("mxfp4-d4", 8, 64, [3]), tile=tile)
     case.gate.data[0, 1, 0], case.gate.data[0, 2, 17] = 255, 232  # E of a block: 2^127, 2^104
     case.gate.data[0, 3, 0] = 231
@@ -132,13 +134,6 @@ def test_scratch_that_does_not_do_is_refused() -> None:
             mmq.mmq_product(*args, tile=TILE, scratch=scratch)
     with pytest.raises(LabTypeError, match="scratch must be"):
         mmq.mmq_product(*args, tile=TILE, scratch=room.float())
-
-
-def test_a_format_that_is_not_opened_has_no_wide_tile() -> None:
-    case = mmq_case("nvfp4-d4", 8, 64, [3])
-    assert not mmq.goes_wide(case.gate, replace(case, tokens=128).work, False)
-    with pytest.raises(LabError, match="no way to open nvfp4"):
-        mmq.mmq_product(case.rows, case.row_of, case.gate, case.work, torch.empty(3, 8), tile=TILE)
 
 
 def test_an_arm_opens_its_weights_in_the_workspace() -> None:

@@ -12,6 +12,7 @@ from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.tiles import Tile, WorkList
 from moe_lab_kernels.mmq import mmq
 from moe_lab_kernels.mmq.operands import MMQ_LAYOUTS, MmqRows, folded_layout, layout_for
+from moe_lab_kernels.mmq.wide import WideTile
 from moe_lab_kernels.rows.arithmetic import Arithmetic
 from tests.support.grouped_cases import weight
 from tests.support.kernel_cases import DTYPES, Guarded, among_poison
@@ -31,7 +32,8 @@ def rows_of(x: torch.Tensor, layout: str, arithmetic: Arithmetic | None = None) 
 
 @dataclass
 class MmqCase:
-    """Pairs sorted by expert, `counts[e]` of expert e; pairs read rows in a scrambled order."""
+    """Pairs sorted by expert, `counts[e]` of expert e; pairs read rows in a scrambled order. `experts`: whose biases
+    each slot's tiles have (None: slots are experts)."""
 
     rows: MmqRows
     row_of: torch.Tensor
@@ -39,7 +41,8 @@ class MmqCase:
     up: Weight
     counts: torch.Tensor
     tokens: int
-    tile: Tile | None = None
+    tile: Tile | WideTile | None = None
+    experts: torch.Tensor | None = None
 
     @property
     def pairs(self) -> int:
@@ -48,16 +51,19 @@ class MmqCase:
     @property
     def work(self) -> WorkList:
         offsets = torch.nn.functional.pad(self.counts.cumsum(0).int(), (1, 0))
-        return grouped_gemm_tiles.work_list_ref(self.counts, offsets, self.pairs, self.tokens)
+        work = grouped_gemm_tiles.work_list_ref(self.counts, offsets, self.pairs, self.tokens)
+        if self.experts is None:
+            return work
+        return work._replace(expert=self.experts[work.tiles[:, 0].long().clamp(min=0)].contiguous())
 
-    def product(self, op=mmq.mmq_product, dtype: str = "f32", to: Scatter | None = None) -> Guarded:
+    def product(self, op=mmq.mmq_product, dtype: str = "f32", to: Scatter | None = None, **how) -> Guarded:
         rows = self.pairs if to is None else int((to.row * to.slots + to.slot).max()) + 1 if self.pairs else 0
-        out = Guarded((rows, self.gate.data.shape[1]), DTYPES[dtype], str(self.row_of.device))
-        op(self.rows, self.row_of, self.gate, self.work, out.view, to=to, tile=self.tile)
+        out = Guarded((rows, self.gate.rows), DTYPES[dtype], str(self.row_of.device))
+        op(self.rows, self.row_of, self.gate, self.work, out.view, to=to, tile=self.tile, **how)
         return out
 
     def gated(self, op=mmq.mmq_gate_up, dtype: str = "bf16", **options) -> Guarded:
-        out = Guarded((self.pairs, self.gate.data.shape[1]), DTYPES[dtype], str(self.row_of.device))
+        out = Guarded((self.pairs, self.gate.rows), DTYPES[dtype], str(self.row_of.device))
         op(self.rows, self.row_of, self.gate, self.up, self.work, out.view, tile=self.tile, **options)
         return out
 

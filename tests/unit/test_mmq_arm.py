@@ -16,6 +16,7 @@ from moe_lab.parity import compare, nmse
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 from moe_lab.tolerances import tol
+from tests.support import float_layers as fl
 
 E, K, D, F = 6, 3, 256, 256
 MIXES = {
@@ -112,3 +113,14 @@ def test_raw_sums_are_right_and_a_row_without_an_expert_is_not() -> None:
     broken = y.out.clone()
     broken[3] -= 0.2 * want[3]  # of one row a fifth
     assert "row" in (too_far(broken, want, "mmq/layer")[1] or "")
+
+
+@pytest.mark.parametrize("formula", [f for f in fl.FORMULAS if f != "plain"])
+def test_every_formula(formula: str) -> None:
+    """Biases and activation of gpt-oss, clamps, and the routing weight anywhere; each counts."""
+    layer, plain, x = fl.make(("q8_0", "q8_0", "mxfp4"), formula), fl.make(("q8_0", "q8_0", "mxfp4")), fl.rows(9)
+    got = layer(x, "mmq")
+    assert 0 < nmse(got.out, layer(x, "reference").out) <= tol("mmq/layer")
+    assert not torch.equal(got.out, plain(x, "mmq").out)
+    one = [layer(x[t : t + 1], "mmq").out for t in range(9)]
+    assert torch.equal(torch.cat(one), got.out)

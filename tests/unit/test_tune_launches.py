@@ -1,7 +1,7 @@
 """The launch tuner: a tile enters the table when it is right and clearly quicker, by a clock that the test holds."""
 
 import pickle
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 
 import pytest
@@ -94,13 +94,13 @@ def test_jobs_after_the_budget_are_named_and_left_out() -> None:
     assert len([*measured(some, clock_of({BUILT_IN: 10.0}), until=1e300)]) == 2
 
 
-class Compilers:
+class Compilers(Executor):
     """An executor that never gets to the last tile it was given."""
 
     def __init__(self) -> None:
         self.given: list[Future] = []
 
-    def submit(self, work, jobs) -> Future:
+    def submit(self, fn, /, *args, **kwargs) -> Future:
         if self.given:
             self.given[-1].set_result([])
         self.given.append(Future())

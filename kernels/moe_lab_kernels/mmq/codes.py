@@ -22,6 +22,25 @@ _E2M1 = tl.constexpr(
 
 
 @jit
+def word():
+    """Numbers of the words of 32 codes, [1, 8]."""
+    return tl.arange(0, 8)[None, :]
+
+
+@jit
+def pick(first, second):
+    """[R, 8], one for each sixteen values."""
+    return tl.where(word() < 4, first, second)
+
+
+@jit
+def of_word(bytes_, up: tl.constexpr):
+    """Two neighbouring bytes from bit `up` on, int32 [R, 1], to [R, 8]: one for each sixteen values; what lies above
+    the byte comes along."""
+    return bytes_ >> (up + word() // 4 * 8)
+
+
+@jit
 def codes_of(words):
     """int8 [.., 4 W] of int32 [.., W], two or three axes, lowest byte first."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
@@ -31,6 +50,20 @@ def codes_of(words):
     else:
         out = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]])
     return out
+
+
+@jit
+def apart(words):
+    """[V, R, W] with an axis more, [R, W] as it is. What is made of words so and then put `together` is made in the
+    registers of the product's operand; without it, the compiler makes it in another layout, to go through shared
+    memory, wherever a load has more than one use."""
+    return words[:, :, None, :] if len(words.shape) == 3 else words
+
+
+@jit
+def together(words):
+    """The axis taken away."""
+    return tl.reshape(words, [words.shape[0], words.shape[1], words.shape[3]]) if len(words.shape) == 4 else words
 
 
 @jit
@@ -56,6 +89,16 @@ def words_at(at, i, ALIGNED: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
+def words_from(words, i, skew: tl.constexpr, NATIVE: tl.constexpr):
+    """Words i int32 [1, 8] of rows, `skew` bytes behind word pointers [R, 1]."""
+    out = tl.load(_near(words + i, 1))
+    if skew > 0:
+        high = tl.load(_near(words + 1 + i, 1))
+        out = funnel(out, high, tl.full(out.shape, 8 * skew, tl.int32), NATIVE)
+    return out
+
+
+@jit
 def last_words_at(at, i, ALIGNED: tl.constexpr):
     """The same for multiples of ALIGNED = 2 or 1; nothing behind the words is read."""
     if ALIGNED == 2:
@@ -66,6 +109,18 @@ def last_words_at(at, i, ALIGNED: tl.constexpr):
         low = tl.load(at).to(tl.int32) | tl.load(at + 1).to(tl.int32) << 8
         out = low | tl.load(at + 2).to(tl.int32) << 16 | tl.load(at + 3).to(tl.int32) << 24
     return out
+
+
+@jit
+def digits(words, scale, offset: tl.constexpr):
+    """(code - offset) * scale of a word's bytes as 256 * high + low, two words of signed bytes: two codes to a product,
+    each beside 2^15 so that nothing is borrowed."""
+    beside = -0x7FFF8000 - scale * (offset * 0x10001)
+    even = (words & 0x00FF00FF) * scale + beside
+    odd = (words >> 8 & 0x00FF00FF) * scale + beside
+    low = (even & 0x00FF00FF) | (odd & 0x00FF00FF) << 8
+    high = ((even + 0x00800080) >> 8 & 0x00FF00FF | (odd + 0x00800080) & -0xFF0100) ^ -0x7F7F7F80
+    return high, low
 
 
 @jit

@@ -12,17 +12,22 @@ from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import half_at
 from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.mmq import codes as mc
-from moe_lab_kernels.mmq.steps import (
-    codes_of_q6,
-    codes_of_q45,
-    pick,
-    product_of,
-    rows_at,
-    scale_of_q45,
-    scales_of_q6,
-    word,
-)
+from moe_lab_kernels.mmq.codes import pick, word
+from moe_lab_kernels.mmq.scales import scale_of_q45
+from moe_lab_kernels.mmq.steps import codes_of_q45, product_of, rows_at
 from moe_lab_kernels.primitives import INTERPRET, fma
+
+
+@jit
+def codes_of_q6(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
+    raw = mc.words_at(b + 64 * half + 32 * (j % 2), word(), 2, NATIVE)
+    return mc.six_bits_times_4(raw, mc.words_at(b + 128 + 32 * half, word(), 2, NATIVE), j)
+
+
+@jit
+def scales_of_q6(b, p: tl.constexpr):
+    both = tl.load((b + 192 + 2 * p).to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32)
+    return both << 24 >> 24, both >> 8
 
 
 @jit

@@ -1,56 +1,81 @@
-"""int8 grouped product on raw quantised blocks: expert rows times their expert's weights on the tensor cores.
+"""int8 grouped product on quantised blocks: expert rows times their expert's weights on the tensor cores.
 
-P pairs sorted by expert, S weight slots of [N, Kd] raw blocks, R rows of Kd values quantised to ggml's prefill
-layouts. A tile of the work list is at most `work.tokens` pairs of one slot; a program multiplies it with `Tile.rows`
-weight rows. Two operations of one body:
+P pairs sorted by expert, S weight slots of [N, Kd] raw blocks or planes, R rows of Kd values quantised to ggml's
+prefill layouts. A tile of the work list is at most `work.tokens` pairs of one slot; a program multiplies it with
+`Tile.rows` weight rows. Two operations of one body:
 
-    mmq_gate_up   h[p] = act(gate @ x[row_of[p]]) * (up @ x[row_of[p]])      rows gathered as they are loaded
-    mmq_product   out[token * slots + slot of p] = W @ x[row_of[p]]          rows scattered as they are stored
+    mmq_gate_up   h[p] = act(gate @ x[row_of[p]] (+ bias)) * (up @ x[row_of[p]] (+ bias)) (times the pair's weight)
+    mmq_product   out[token * slots + slot of p] = W @ x[row_of[p]] (+ bias)
 
-The arithmetic is ggml's, type by type (`mmq.steps`), or its CPU's where the rows are q8_k. Integer dots are exact, and
-fp32 steps come in an order that the format alone decides: a row's bits depend neither on the tile nor on what else is
-in the batch, and launcher, interpreter and reference agree bit for bit. No split of Kd, no atomics, no padded groups.
+Rows are gathered as they are loaded and scattered as they are stored. The arithmetic is ggml's, type by type
+(`mmq.steps`), or its CPU's where the rows are q8_k. Integer dots are exact, and fp32 steps come in an order that the
+format alone decides: a row's bits depend neither on the tile nor on what else is in the batch, and launcher,
+interpreter and reference agree bit for bit. No split of Kd, no atomics, no padded groups.
 
 Reads each tile's weights once (N * row_bytes) and, for each block of weight rows, Kd bytes of codes a pair and its
 scales and sums (`mmq_operands.sides`, written by a launch before). Knows nothing about routing or residency. Pairs in
 no tile keep what `out` held before.
 """
-
-from collections.abc import Iterator
+# pyright: reportGeneralTypeIssues=false
 
 import torch
 
-from moe_lab._types import Int32, Tensor
+from moe_lab._types import Float, Int32, Tensor
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.grouped.operands import Scatter, Weight, alike, check_gated
-from moe_lab_kernels.grouped.tiles import TOKENS, Tile, WorkList
+from moe_lab_kernels.grouped.body import biased, hidden, owner, pairs_of, sent
+from moe_lab_kernels.grouped.launching import Biases, ends, named, of_part, parts, with_bias
+from moe_lab_kernels.grouped.launching import places as places_of
+from moe_lab_kernels.grouped.operands import Scatter, Weight, alike, check_alike, check_biases
+from moe_lab_kernels.grouped.tiles import Tile, WorkList
+from moe_lab_kernels.launch.table import cut
 from moe_lab_kernels.mmq.fold import fold_step
-from moe_lab_kernels.mmq.operands import MmqRows, check_product, sides
+from moe_lab_kernels.mmq.operands import MmqRows, check_product, check_raw, in_fours, raw_of, sides
 from moe_lab_kernels.mmq.ref import product_ref
 from moe_lab_kernels.mmq.steps import STEPS, exact_step
-from moe_lab_kernels.mmq.wide import WideTile, scratch_bytes, serves, wide_product
-from moe_lab_kernels.primitives import offset64, round_to, to_f32
-from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, geglu, geglu_ref, swiglu, swiglu_ref
+from moe_lab_kernels.mmq.wide import WideTile, piece_of, scratch_bytes, serves, wide_product
+from moe_lab_kernels.primitives import offset64, round_to
+from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows, hidden_rows_ref
 
-# Measured on an H200 (triton 3.6), TOP/s of [2048, 7168] weights by four warps of 64 rows: q2_k and q3_k, 128 rows an
-# expert in tiles of 64, 81 and 83. Two warps, 128 rows, three stages and caps on registers lost: docs/kernels.md.
-TILES = {16: Tile(64, 4, 2, 1), 32: Tile(64, 4, 2, 1), 64: Tile(64, 4, 2)}
+# Measured on an H200 (triton 3.6): docs/kernels.md has the tiles that lost. With up to 16 rows of x, programs of two
+# warps are as quick as of four or up to 11 % quicker (q2_k).
+TILES = {16: Tile(32, 2, 2, 1), 32: Tile(64, 4, 2, 1), 64: Tile(64, 4, 2)}
+# Of tiles whose neighbours spill: q2_k in (64, 4, 2) 32 bytes; uncapped, nvfp4 and q4_0 at 128 and 96 registers; gate
+# and up folded, from 32 tokens on, 64 rows in four warps, 16 bytes (q3_k) to 384 (q4_k).
+EXACT_TILES = {
+    ("nvfp4", 16): Tile(32, 2, 2, 1, 168),
+    ("q4_0", 16): Tile(32, 2, 2, 1, 128),
+    ("q2_k", 64): Tile(128, 8, 2),
+}
+FOLDED_TILES = {**TILES, 16: Tile(64, 4, 2, 1)}
+FOLDED_GATED_TILES = {**FOLDED_TILES, 32: Tile(64, 8, 2, 1), 64: Tile(64, 8, 2)}
 TILE_INTERPRETER = Tile(256, 4, 1)
 MOST_TOKENS = 64  # of a tile's rows in a program
-WIDE_TILES = 1.75  # tiles a weight from which weights are opened first
+WIDE_TILES = 1.75  # tiles of 128 a weight from which weights are opened first
+# Rows a tile from which they are, whatever the tiles, in the exact forms. 6 rows an expert, of raw blocks and with the
+# opening: q6_k 532 and 525 us, mxfp4 569 and 359, q3_k 298 and 300 (nvfp4, 16 weights: 291 and 377); 56 rows: q3_k 401
+# and 372.
+OPENED_FROM = {"q6_k": 16, "mxfp4": 16, "q3_k": 64}
+SILU = Gate()
 
 
-def mmq_tile(tokens: int, on: str) -> Tile:
-    """How a program is cut; the interpreter pays for programs, so it takes tall ones."""
-    return TILE_INTERPRETER if on == "interpreter" else TILES[min(tokens, MOST_TOKENS)]
+def mmq_tile(format: str, folded: bool, tokens: int, on: str, gated: bool = False) -> Tile:
+    """How a program is cut; the interpreter pays for programs, so it takes tall ones. The folded form's instruction is
+    one of four warps."""
+    if on == "interpreter":
+        return TILE_INTERPRETER
+    tokens = min(tokens, MOST_TOKENS)
+    if folded:
+        return (FOLDED_GATED_TILES if gated else FOLDED_TILES)[tokens]
+    return EXACT_TILES.get((format, tokens), TILES[tokens])
 
 
 def goes_wide(w: Weight, work: WorkList, folded: bool) -> bool:
-    """Whether a product opens its weights first: where each meets `WIDE_TILES` full tiles or so, as far as the host
-    knows."""
-    many = len(work.tiles) >= WIDE_TILES * len(w.data)
-    return many and work.tokens == TOKENS[-1] and serves(w, folded)
+    """Whether a product opens its weights first: planes, formats that are slow to take apart, and others where each
+    meets `WIDE_TILES` full tiles or so, as far as the host knows."""
+    if w.layout != "raw" or (not folded and work.tokens >= OPENED_FROM.get(w.format, 1 << 30)):
+        return serves(w, folded)
+    return work.tokens == 128 and len(work.tiles) >= WIDE_TILES * len(w.data) and serves(w, folded)
 
 
 def scratch_for(work: WorkList, folded: bool, w: Weight) -> int:
@@ -59,35 +84,25 @@ def scratch_for(work: WorkList, folded: bool, w: Weight) -> int:
 
 
 # N and the strides of rows and slots decide how wide loads and stores are; nothing else is worth a compilation.
-@jit(do_not_specialize=["steps", "n_tiles", "n_slots", "n_x", "n_pairs", "scales", "lows", "limit"])
-def _mmq(x, scale, low, row_of, out, out_row, out_slot, tiles, w, v, N, steps, scales, lows, n_tiles, n_slots, n_x,
-         n_pairs, limit, x_row, out_stride, w_slot, w_row, FORMAT: tl.constexpr, FOLD: tl.constexpr,
-         TAIL: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr, GATHER: tl.constexpr,
-         SLOTS: tl.constexpr, INNER: tl.constexpr, CUBE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-         LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, TURNS: tl.constexpr,
-         NATIVE: tl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["steps", "n_tiles", "n_slots", "n_x", "n_pairs", "scales", "lows", "limit", "alpha", "slots",
+                        "whose_step", "bias_row"])  # fmt: skip
+def _mmq(x, scale, low, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias2, out, w, v, N, steps, scales,
+         lows, n_tiles, n_slots, n_x, n_pairs, limit, alpha, slots, whose_step, bias_row, x_row, out_stride, w_slot,
+         w_row, GATHER: tl.constexpr, SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+         LIMIT: tl.constexpr, BIASED: tl.constexpr, NAMED: tl.constexpr, WEIGHED: tl.constexpr, INNER: tl.constexpr,
+         CUBE: tl.constexpr, FORMAT: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+         TOKENS: tl.constexpr, LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, TURNS: tl.constexpr,
+         FOUR: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """Program = (piece of a tile of pairs, block of weight rows); TOGETHER pieces walk the blocks side by side."""
-    blocks, pieces = tl.cdiv(N, ROWS), LIST // TOKENS
-    pid = tl.program_id(0)
-    walk = pid // (TOGETHER * blocks)
-    beside = tl.minimum(n_tiles * pieces - walk * TOGETHER, TOGETHER)
-    at = pid % (TOGETHER * blocks)
-    piece = walk * TOGETHER + at % beside
-    tile, past = piece // pieces, piece % pieces * TOKENS  # rows of the list's tile before the program's
-    slot, first, n = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-    first, n = first + past, n - past
+    tile, past, slot, first, n, begin = piece_of(tiles, n_tiles, N, ROWS, TOKENS, LIST, TOGETHER)
     if (slot < 0) | (slot >= n_slots) | (n <= 0):
         return
-    n_row = at // beside * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, TOKENS)
-    p = first + i
-    mine = (i < n) & (p >= 0) & (p < n_pairs)
-    row = p
-    if GATHER:
-        row = tl.load(row_of + p, mask=mine, other=-1)
-    known = (mine & (row >= 0) & (row < n_x))[:, None]
-    of_x = x + offset64(tl.where(known, row[:, None], 0), x_row)
+    n_row = begin + tl.arange(0, ROWS)
+    p, mine, row, exists = pairs_of(row_of, first, n, n_pairs, n_x, TOKENS, GATHER)
+    known = exists[:, None]
+    of_x = x + offset64(row[:, None], x_row)
     held = tl.minimum(n_row, N - 1)  # rows past N are read again and not stored
+    i = tl.arange(0, TOKENS)
     if FOLD:
         held, acc, column = held[:, None], tl.zeros((ROWS, TOKENS), tl.float32), i[None, :]
     else:  # a batch of V warps: see `mmq.wide`
@@ -104,23 +119,21 @@ def _mmq(x, scale, low, row_of, out, out_row, out_slot, tiles, w, v, N, steps, s
             if GATED:
                 acc2 = fold_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, LIST, NATIVE)
         else:
-            acc = exact_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, NATIVE)
+            acc = exact_step(acc, of_w, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, FOUR, NATIVE)
             if GATED:
-                acc2 = exact_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, NATIVE)
+                acc2 = exact_step(acc2, of_v, of_x, known, of_scale, of_low, step, FORMAT, LIST, TAIL, FOUR, NATIVE)
     stored: tl.constexpr = out.dtype.element_ty
-    result = round_to(tl.reshape(acc, [ROWS, TOKENS]), stored)
+    sums, sums2 = tl.reshape(acc, [ROWS, TOKENS]), tl.reshape(acc2, [ROWS, TOKENS])
+    if BIASED:
+        of_bias = owner(whose, whose_step, tile, slot, NAMED)
+        sums = biased(sums, bias, of_bias, bias_row, n_row, N)
+        if GATED:
+            sums2 = biased(sums2, bias2, of_bias, bias_row, n_row, N)
     if GATED:
-        g, u = to_f32(result), to_f32(round_to(tl.reshape(acc2, [ROWS, TOKENS]), stored))
-        if LIMIT:
-            # written with comparisons so that a NaN passes through
-            g = tl.where(g > limit, limit, g)
-            u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-        z = INNER * (g + CUBE * (g * g * g)) if GELU else g
-        result = round_to(tl.div_rn(g, 1.0 + tl.exp(-z)) * u, stored)
-    to = p
-    if SLOTS > 0:
-        to = tl.load(out_row + p, mask=mine, other=0) * SLOTS + tl.load(out_slot + p, mask=mine, other=0)
-    here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
+        result = hidden(sums, sums2, pair_weight, p, mine, limit, alpha, stored, LIMIT, GELU, WEIGHED, INNER, CUBE)
+    else:
+        result = round_to(sums, stored)
+    here = out + offset64(sent(p, mine, out_row, out_slot, slots, SCATTER), out_stride)[:, None] + n_row[None, :]
     tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
 
 
@@ -132,20 +145,21 @@ def mmq_gate_up(
     work: WorkList,
     out: Tensor,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Write h [P, N] = act(gate row) * up row for every pair of the work list (Triton).
 
     rows: of the layout that the format takes (`mmq_operands.MMQ_LAYOUTS`), or q8_k for k-quants; row_of[p]: the row
-    that pair p uses (None: row p); gate and up of one format, shape and strides; out [P, N] bf16, fp16 or fp32, through
-    whose dtype gate and up pass. SiLU, or with `gelu` the tanh form of GELU; `limit` clamps first. Returns `out`.
-    LabError for shapes, strides, devices, layouts or formats that disagree.
+    that pair p uses (None: row p); gate and up raw blocks of one format, shape and strides; out [P, N] bf16, fp16 or
+    fp32, through whose dtype gate and up pass. `how`: activation, clamp, the pairs' weights. `biases`: of gate and up,
+    alike, added to the fp32 sums; X = S, or `work.expert` says which tile has which row. Returns `out`. LabError for
+    shapes, strides, devices, layouts or formats that disagree.
     """
-    check_gated(gate, up, limit)
-    check_product("mmq_gate_up", rows, row_of, gate, work, out, None)
-    _launch("mmq_gate_up", rows, row_of, gate, work, out, None, tile, up=up, gelu=gelu, limit=limit)
+    mode = _check_gate_up(rows, row_of, gate, up, work, out, how, biases)
+    check_raw("mmq_gate_up", gate)
+    _launch("mmq_gate_up", rows, row_of, (gate, up), work, out, None, tile, biases or (), how, mode)
     return out
 
 
@@ -157,20 +171,22 @@ def mmq_product(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | WideTile | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Write W @ x[row_of[p]] for every pair p of the work list (Triton), rounded once to out's dtype.
+    """Write W @ x[row_of[p]] (+ bias) for every pair p of the work list (Triton), rounded once to out's dtype.
 
     As `mmq_gate_up`. It goes to row p of out [P, N], or where `to` says: then out may have any number of rows, and the
-    places are not checked. In wide tiles (`mmq.wide`; `goes_wide` by default) weights are opened first, in `scratch`:
-    uint8, flat, `scratch_for` bytes or fewer, at least one opened weight (fresh memory by default).
+    places are not checked. In wide tiles (`mmq.wide`; `goes_wide` by default, planes always) weights are opened first,
+    in `scratch`: uint8, flat, `scratch_for` bytes or fewer, at least one opened weight (fresh memory by default).
     """
-    check_product("mmq_product", rows, row_of, w, work, out, to)
+    biases = _check_product(rows, row_of, w, work, out, to, bias)
     if isinstance(tile, WideTile) or (tile is None and goes_wide(w, work, rows.layout == "q8_k")):
-        wide_product(rows, row_of, w, work, out, to, tile, scratch)
+        wide_product(rows, row_of, w, work, out, to, biases, tile, scratch)
     else:
-        _launch("mmq_product", rows, row_of, w, work, out, to, tile)
+        check_raw("mmq_product", w)
+        _launch("mmq_product", rows, row_of, (w, w), work, out, to, tile, biases, None, "none")
     return out
 
 
@@ -182,18 +198,27 @@ def mmq_hidden(
     work: WorkList,
     dtype: torch.dtype,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
     """h [P, N] in `dtype`, in the quicker of two ways: `mmq_gate_up`, or two products and an activation (Triton). The
     same bits either way. Rows of pairs in no tile are undefined. `scratch`: as `mmq_product`."""
-    room = torch.empty(len(row_of), gate.data.shape[1], dtype=dtype, device=row_of.device)
-    if work.tokens <= (64 if rows.layout == "q8_k" else 16) and alike(gate, up) is None:
-        return mmq_gate_up(rows, row_of, gate, up, work, room, gelu=gelu, limit=limit)
-    g = mmq_product(rows, row_of, gate, work, room, scratch=scratch)
-    u = mmq_product(rows, row_of, up, work, torch.empty_like(room), scratch=scratch)
-    return (geglu if gelu else swiglu)(g, u, limit=limit)
+    room = torch.empty(len(row_of), gate.rows, dtype=dtype, device=row_of.device)
+    if fuses(gate, up, work, rows.layout == "q8_k", how):
+        return mmq_gate_up(rows, row_of, gate, up, work, room, how=how, biases=biases)
+    of_gate, of_up = biases or (None, None)
+    g = mmq_product(rows, row_of, gate, work, room, bias=of_gate, scratch=scratch)
+    u = mmq_product(rows, row_of, up, work, torch.empty_like(room), bias=of_up, scratch=scratch)
+    return hidden_rows(g, u, how)
+
+
+def fuses(gate: Weight, up: Weight, work: WorkList, folded: bool, how: Gate) -> bool:
+    """Whether one launch for gate and up is quicker than two; not where it spills, in every tile tried: folded q6_k,
+    2,768 bytes, and the pairs' weights on hidden rows, 8 to 16 (q4_k)."""
+    few = work.tokens <= (64 if folded else 16)
+    spills = (folded and gate.format == "q6_k") or how.weight is not None
+    return few and not spills and alike(gate, up) is None and not goes_wide(gate, work, folded)
 
 
 def mmq_gate_up_ref(
@@ -204,16 +229,19 @@ def mmq_gate_up_ref(
     work: WorkList,
     out: Tensor,
     *,
-    gelu: bool = False,
-    limit: float | None = None,
+    how: Gate = SILU,
+    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The same in torch; the products bit for bit."""
-    check_gated(gate, up, limit)
-    check_product("mmq_gate_up", rows, row_of, gate, work, out, None)
-    for pairs, picked, slot in _tiles_of(rows, row_of, work, gate, len(out)):
-        g, u = (product_ref(w.data[slot], picked, w.format).to(out.dtype) for w in (gate, up))
-        out[pairs] = (geglu_ref if gelu else swiglu_ref)(g, u, limit=limit)
+    _check_gate_up(rows, row_of, gate, up, work, out, how, biases)
+    for part in parts(row_of, len(rows.codes), work, len(gate.data), len(out)):
+        picked = rows.each(part.rows)
+        g, u = (
+            with_bias(product_ref(raw_of(w, part.slot), picked, w.format), biases or (), i, part).to(out.dtype)
+            for i, w in enumerate((gate, up))
+        )
+        out[part.pairs] = hidden_rows_ref(g, u, of_part(how, part))
     return out
 
 
@@ -225,55 +253,60 @@ def mmq_product_ref(
     out: Tensor,
     *,
     to: Scatter | None = None,
+    bias: Float[Tensor, "X N"] | None = None,
     tile: Tile | WideTile | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
     """The same in torch, bit for bit."""
-    check_product("mmq_product", rows, row_of, w, work, out, to)
-    for pairs, picked, slot in _tiles_of(rows, row_of, work, w, len(out) if to is None else len(to.row)):
-        at = pairs if to is None else (to.row[pairs] * to.slots + to.slot[pairs]).long()
-        out[at] = product_ref(w.data[slot], picked, w.format).to(out.dtype)
+    biases = _check_product(rows, row_of, w, work, out, to, bias)
+    for part in parts(row_of, len(rows.codes), work, len(w.data), len(out) if to is None else len(to.row)):
+        sums = product_ref(raw_of(w, part.slot), rows.each(part.rows), w.format)
+        out[places_of(part, to)] = with_bias(sums, biases, 0, part).to(out.dtype)
     return out
 
 
-def _tiles_of(rows: MmqRows, row_of: Tensor | None, work: WorkList, w: Weight, pairs: int) -> Iterator[tuple]:
-    """(pairs, their rows, slot) of each tile; rows that do not exist are zero."""
-    for slot, first, n in work.tiles.tolist():
-        begin, end = max(first, 0), min(first + n, pairs)
-        if 0 <= slot < len(w.data) and begin < end:
-            p = torch.arange(begin, end, device=rows.codes.device)
-            row = p if row_of is None else row_of[p].long()
-            known = (row >= 0) & (row < len(rows.codes))
-            at, keep = torch.where(known, row, 0), ~known[:, None]
-            yield p, rows.each(lambda t, at=at, keep=keep: t[at].masked_fill(keep, 0)), slot
+def _check_gate_up(rows: MmqRows, row_of: Tensor | None, gate: Weight, up: Weight, work: WorkList, out: Tensor,
+                   how: Gate, biases: Biases | None) -> str:  # fmt: skip
+    """The kernels' LIMIT, once everything fits."""
+    check_alike("mmq_gate_up", gate, up)
+    check_product("mmq_gate_up", rows, row_of, gate, work, out, None)
+    check_biases("mmq_gate_up", biases or (), work, len(gate.data), gate.rows)
+    return check_gate("mmq_gate_up", how, len(out))
 
 
-def _launch(op: str, rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-            tile: Tile | None, *, up: Weight | None = None, gelu: bool = False,
-            limit: float | None = None) -> None:  # fmt: skip
-    """Both operations; `up` makes it the gated one."""
-    row, slot, slots = to or (None, None, 0)
-    named = {"codes": rows.codes, "scale": rows.scale, "total": rows.total, "row_of": row_of, "row": row, "slot": slot}
-    on = backend.serve(op, **named, w=w.data, up=up and up.data, tiles=work.tiles, out=out)
-    n, pairs = w.data.shape[1], len(out) if row is None else len(row)
+def _check_product(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
+                   bias: Tensor | None) -> Biases:  # fmt: skip
+    biases = () if bias is None else (bias,)
+    check_product("mmq_product", rows, row_of, w, work, out, to)
+    check_biases("mmq_product", biases, work, len(w.data), w.rows)
+    return biases
+
+
+def _launch(op: str, rows: MmqRows, row_of: Tensor | None, weights: tuple[Weight, Weight], work: WorkList, out: Tensor,
+            to: Scatter | None, tile: Tile | None, biases: Biases, how: Gate | None, mode: str) -> None:  # fmt: skip
+    """Both operations; `how` makes it the gated one."""
+    w, up = weights
+    of_x = {"codes": rows.codes, "scale": rows.scale, "total": rows.total}
+    on = backend.serve(op, **of_x, **named(row_of, work, to, biases, how), w=w.data, up=up.data, out=out)
+    n, pairs = w.data.shape[1], len(out) if to is None else len(to.row)
     if not len(work.tiles) or not n:
         return
-    fold = rows.layout == "q8_k"
-    tile = tile or mmq_tile(work.tokens, on)
-    made, tokens = sides(rows, row_of, w, work, pairs), min(work.tokens, MOST_TOKENS)
+    fold, gated, tokens = rows.layout == "q8_k", how is not None, min(work.tokens, MOST_TOKENS)
+    if tile is None:
+        kind, tile = f"{w.format}{'/q8_k' * fold}", mmq_tile(w.format, fold, work.tokens, on, gated)
+        tile = cut("mmq", tile, out.device, kind, tokens, gated=gated, n=n, kd=w.kd)
+    made = sides(rows, row_of, w, work, pairs)
     low, turns = made.scale if made.low is None else made.low, made.scale.stride(-1)
+    four, around = in_fours(w) and in_fours(up), ends(row_of, work, to, biases, how, mode)
     backend.launch(
         _mmq,
         (len(work.tiles) * (work.tokens // tokens) * -(-n // tile.rows),),
-        *(rows.codes, made.scale, low),
-        *(work.tiles if row_of is None else row_of, out),
-        *(*(work.tiles if i is None else i for i in (row, slot)), work.tiles, w.data, (up or w).data),
-        *(n, w.kd // (256 if fold else STEPS[w.format]), made.scale.shape[1] * turns, low[0, :, 0].numel()),
-        *(len(work.tiles), len(w.data), len(rows.codes), pairs, 0.0 if limit is None else limit),
-        *(rows.codes.stride(0), out.stride(0), *w.data.stride()[:2]),
-        *(w.format, fold, made.tail, up is not None, gelu, limit is not None, row_of is not None, slots),
-        *(GELU_INNER, GELU_CUBE, tile.rows, tokens, work.tokens, tile.group, tile.warps, turns),
-        backend.has_dp4a(on),
+        *(rows.codes, made.scale, low, *around.pointers, out, w.data, up.data),
+        *(n, w.kd // (256 if fold else 128 if four else STEPS[w.format])),
+        *(made.scale.shape[1] * turns, low[0, :, 0].numel(), len(work.tiles), len(w.data), len(rows.codes), pairs),
+        *(*around.scalars, rows.codes.stride(0), out.stride(0), *w.data.stride()[:2]),
+        *(*around.constants, w.format, fold, made.tail, tile.rows, tokens, work.tokens, tile.group, tile.warps, turns),
+        *(four, backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -11,6 +11,7 @@ of values W that one step of the product takes:
     q3_k                 32   scale * code, sign turned    -d of 256
     q4_k q5_k            32   code                         A, -Mn of 32
     q8_0 q4_0 mxfp4      32   code                         d of 32
+    nvfp4                32   code, zeros beside          d of 16 and 16
     q6_k                 32   digits of scale * code       d of 256
     q2_k                 64   code * sc, code * e          u, (m - 1) u of 256   -Mn of 16, four of 64
     folded: q2_k q3_k   256   scale * code (q3_k: turned)  d (and dmin) of 256   minima of 16
@@ -33,11 +34,16 @@ from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq import fold as mf
+from moe_lab_kernels.mmq import scales as ss
 from moe_lab_kernels.mmq import steps as ms
+from moe_lab_kernels.mmq.operands import in_fours
 from moe_lab_kernels.mmq.places import Places
 from moe_lab_kernels.primitives import offset64
 
 ROWS = 64
+# Words of codes a lane writes side by side. With one, q2_k was opened at 632 GB/s and q3_k at 1,925, with two at 3,099
+# and 2,908; with four, loads lie in twice as many cache lines, unless they are as wide themselves.
+WORDS_A_LANE = {"q4_k": 4, "q5_k": 4}
 
 
 class Form(NamedTuple):
@@ -56,6 +62,7 @@ FORMS = {
     ("q3_k", False): Form("one", 32, 1, 256, 1, False),
     **{(f, False): Form("one", 32, 1, 32, 2, False) for f in ("q4_k", "q5_k")},
     **{(f, False): Form("one", 32, 1, 32, 1, False) for f in ("q8_0", "q4_0", "mxfp4")},
+    ("nvfp4", False): Form("halves", 32, 2, 32, 2, False),
     ("q6_k", False): Form("digits", 32, 2, 256, 1, False),
     ("q2_k", False): Form("pair", 64, 2, 256, 2, True),
     ("q2_k", True): Form("fold", 256, 1, 256, 2, True),
@@ -81,7 +88,7 @@ def opened_bytes(w: Weight, folded: bool) -> int:
 
 def _sizes(w: Weight, folded: bool) -> tuple[int, int, int]:
     """Bytes of codes, scales, minima of one weight, each a multiple of 16."""
-    form, n = FORMS[w.format, folded], w.data.shape[1]
+    form, n = FORMS[w.format, folded], w.rows
     low = w.kd // 16 * n * (2 if folded else 4) if form.low else 0
     codes = w.kd * form.parts * n  # W is a multiple of 16
     return codes, -(-(w.kd // form.span * form.kinds * n * 4) // 16) * 16, -(-low // 16) * 16
@@ -89,7 +96,7 @@ def _sizes(w: Weight, folded: bool) -> tuple[int, int, int]:
 
 def room_for(scratch: Tensor, w: Weight, folded: bool) -> Opened:
     """As many opened weights as `scratch` (uint8, flat, 16-byte aligned) holds, uninitialised."""
-    form, n, sizes = FORMS[w.format, folded], w.data.shape[1], _sizes(w, folded)
+    form, n, sizes = FORMS[w.format, folded], w.rows, _sizes(w, folded)
     many, kd = len(scratch) // sum(sizes), w.kd
     parts, at = [], 0
     for size in sizes:
@@ -104,118 +111,155 @@ def room_for(scratch: Tensor, w: Weight, folded: bool) -> Opened:
 
 
 @jit
-def _store_words(at, words, mask):
-    """int32 [R, W] to int8 pointers [R, 1] of rows."""
-    to = at.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, words.shape[1])[None, :]
-    tl.store(to, words, mask=mask)
+def _put(codes, words, N, mask, p: tl.constexpr, part: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+         NEAR: tl.constexpr):  # fmt: skip
+    """int32 [R, 8], codes of values 32 p .. 32 p + 31, to int8 pointers [R, 1] of a block's rows, NEAR words a lane:
+    with more, stores are wider, but loads lie in more cache lines."""
+    at = codes + (p * 32 // WIDTH * PARTS + part) * N * WIDTH + p * 32 % WIDTH
+    to = at.to(tl.pointer_type(tl.int32), bitcast=True) + mc.word()
+    tl.store(tl.max_contiguous(to, [1, NEAR]), words, mask=mask)
 
 
 @jit
-def _digit_codes(b, p: tl.constexpr, FORMAT: tl.constexpr):
-    """Code times scale of 32 values, int32 [R, 32]."""
-    i = tl.arange(0, 32)[None, :]
-    if FORMAT == "q6_k":
-        low = tl.load(b + 64 * (p // 4) + 32 * (p % 2) + i).to(tl.int32) >> (4 * (p % 4 // 2)) & 15
-        top = tl.load(b + 128 + 32 * (p // 4) + i).to(tl.int32) >> (2 * (p % 4)) & 3
-        scale = tl.load(b + 192 + 2 * p + i // 16).to(tl.int32) << 24 >> 24
-        out = ((low | top << 4) - 32) * scale
-    else:
-        code = tl.load(b + (48 if FORMAT == "q5_k" else 16) + 32 * (p // 2) + i).to(tl.int32) >> (4 * (p % 2)) & 15
-        if FORMAT == "q5_k":
-            code = code | (tl.load(b + 16 + i).to(tl.int32) >> p & 1) << 4
-        scale, _ = ms.scale_of_q45(b.to(tl.pointer_type(tl.int32), bitcast=True), p)
-        out = code * scale
-    return out
+def _put_digits(codes, words, scale, offset: tl.constexpr, N, mask, p: tl.constexpr, WIDTH: tl.constexpr,
+                NEAR: tl.constexpr):  # fmt: skip
+    """Digits of (code - offset) * scale (`codes.digits`)."""
+    high, low = mc.digits(words, scale, offset)
+    _put(codes, high, N, mask, p, 0, 2, WIDTH, NEAR)
+    _put(codes, low, N, mask, p, 1, 2, WIDTH, NEAR)
 
 
 @jit
-def _digits(codes, b, N, mask, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """A block's 256 values."""
-    i = tl.arange(0, 32)[None, :]
-    for p in tl.static_range(8):
-        v = _digit_codes(b, p, FORMAT)
-        low = (v << 24) >> 24
-        at = codes + p * 32 // WIDTH * 2 * N * WIDTH + p * 32 % WIDTH + i
-        tl.store(at, ((v - low) >> 8).to(tl.int8), mask=mask)
-        tl.store(at + N * WIDTH, low.to(tl.int8), mask=mask)
-
-
-@jit
-def _open_q2(b, codes, scale, low, row, N, step, mask, NATIVE: tl.constexpr):
+def _open_q2(b, codes, scale, low, row, N, step, mask, FOLD: tl.constexpr, NATIVE: tl.constexpr, NEAR: tl.constexpr):
     words = b.to(tl.pointer_type(tl.int32), bitcast=True)
+    raw0, raw1 = mc.words_at(b + 16, mc.word(), 4, NATIVE), mc.words_at(b + 48, mc.word(), 4, NATIVE)
+    four0, four1, four2, four3 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     both = tl.load(words + 20)
-    u, m = ms.place_of(both & 0xFFFF)
-    dmin = half_bits(both >> 16)
-    tl.store(scale + 2 * (step * N + row), u, mask=mask)
-    tl.store(scale + 2 * (step * N + row) + 1, (m - 1).to(tl.float32) * u, mask=mask)
-    for g in tl.static_range(4):
-        four = tl.load(words + g)
-        for half in tl.static_range(2):
-            raw = mc.words_at(b + 16 + 32 * (g // 2), tl.arange(0, 8)[None, :], 4, NATIVE)
-            raw = raw >> (4 * (g % 2) + 2 * half) & 0x03030303
-            sc = ms.of_word(four, 16 * half) & 15
-            at = codes + g * 2 * N * 64 + 32 * half
-            _store_words(at, raw * sc, mask)
-            _store_words(at + N * 64, raw * ms.beside(m, sc), mask)
-        for i in tl.static_range(4):
-            v = -ms.rounded(dmin * (four >> (8 * i + 4) & 15).to(tl.float32))
-            tl.store(low + ((4 * step + g) * N + row) * 4 + i, v, mask=mask)
-
-
-@jit
-def _open_folded(b, codes, scale, low, row, N, step, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    if FORMAT == "q2_k" or FORMAT == "q3_k":
-        _store_words(codes, mf.whole_block(b, FORMAT, NATIVE), mask)
-    else:
-        _digits(codes, b, N, mask, 256, FORMAT)
-    if FORMAT == "q3_k" or FORMAT == "q6_k":
-        d = -half_at(b + 108) if FORMAT == "q3_k" else half_at(b + 208)
-        tl.store(scale + step * N + row, d, mask=mask)
-    else:
-        floats = tl.load(b.to(tl.pointer_type(tl.int32), bitcast=True) + (20 if FORMAT == "q2_k" else 0))
-        tl.store(scale + 2 * (step * N + row), half_bits(floats), mask=mask)
-        tl.store(scale + 2 * (step * N + row) + 1, half_bits(floats >> 16), mask=mask)
+    u, m = ss.place_of(both & 0xFFFF)
+    if FOLD:
+        _put_floats(scale, both, row, N, step, mask)
         to = low + (step * N + row) * 16 + tl.arange(0, 16)[None, :]
-        tl.store(to, mf.minima(b, FORMAT).to(tl.float16), mask=mask)
+        tl.store(to, mf.minima(b, "q2_k").to(tl.float16), mask=mask)
+    else:
+        tl.store(scale + 2 * (step * N + row), u, mask=mask)
+        tl.store(scale + 2 * (step * N + row) + 1, (m - 1).to(tl.float32) * u, mask=mask)
+    for p in tl.static_range(8):
+        four = four0 if p // 2 == 0 else four1 if p // 2 == 1 else four2 if p // 2 == 2 else four3
+        sc = mc.of_word(four, 16 * (p % 2)) & 15
+        raw = (raw0 if p < 4 else raw1) >> 2 * (p % 4) & 0x03030303
+        _put(codes, raw * sc, N, mask, p, 0, 1 if FOLD else 2, 256 if FOLD else 64, NEAR)
+        if not FOLD:
+            beside = mc.of_word(ss.besides(m, four, NATIVE), 16 * (p % 2)) & 255
+            _put(codes, raw * beside, N, mask, p, 1, 2, 64, NEAR)
+            if p % 2 == 0:
+                m0, m1, m2, m3 = ss.minima_of(both, four, NATIVE)
+                at = low + ((4 * step + p // 2) * N + row) * 4
+                tl.store(at, -m0, mask=mask)
+                tl.store(at + 1, -m1, mask=mask)
+                tl.store(at + 2, -m2, mask=mask)
+                tl.store(at + 3, -m3, mask=mask)
 
 
 @jit
-def _open_block(b, codes, scale, row, N, step, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """256 values of a k-quant but q2_k, eight steps of 32."""
-    if FORMAT == "q3_k":
-        tl.store(scale + step * N + row, ms.usable(-half_at(b + 108)), mask=mask)
-    elif FORMAT == "q6_k":
-        tl.store(scale + step * N + row, half_at(b + 208), mask=mask)
-        _digits(codes, b, N, mask, 32, FORMAT)
-    for p in tl.static_range(0 if FORMAT == "q6_k" else 8):
-        at = codes + p * N * 32
-        if FORMAT == "q3_k":
-            _store_words(at, ms.codes_of_q3(b, p // 4, p % 4, NATIVE), mask)
+def _put_floats(scale, both, row, N, step, mask):
+    """d and dmin of a block."""
+    tl.store(scale + 2 * (step * N + row), half_bits(both), mask=mask)
+    tl.store(scale + 2 * (step * N + row) + 1, half_bits(both >> 16), mask=mask)
+
+
+@jit
+def _open_q3(b, codes, scale, row, N, step, mask, FOLD: tl.constexpr, NATIVE: tl.constexpr, NEAR: tl.constexpr):
+    raw0, raw1 = mc.words_at(b + 32, mc.word(), 2, NATIVE), mc.words_at(b + 64, mc.word(), 2, NATIVE)
+    third = mc.words_at(b, mc.word(), 2, NATIVE)
+    s0, s1, s2, s3 = ss.scale_words_of_q3(b)
+    d = -half_at(b + 108)
+    tl.store(scale + step * N + row, d if FOLD else ms.usable(d), mask=mask)
+    for p in tl.static_range(8):
+        sc = ss.scales_of_q3(s0, s1, s2, s3, p)
+        words = mc.three_bits(raw0 if p < 4 else raw1, third, p, p % 4, sc)
+        _put(codes, words, N, mask, p, 0, 1, 256 if FOLD else 32, NEAR)
+
+
+@jit
+def _open_q45(b, codes, scale, low, row, N, step, mask, FIVE: tl.constexpr, FOLD: tl.constexpr,
+              NATIVE: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    words = b.to(tl.pointer_type(tl.int32), bitcast=True)
+    both, first, second, last = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    at: tl.constexpr = 48 if FIVE else 16  # pyright: ignore[reportAssignmentType]
+    raw0, raw1 = mc.words_at(b + at, mc.word(), 4, NATIVE), mc.words_at(b + at + 32, mc.word(), 4, NATIVE)
+    raw2, raw3 = mc.words_at(b + at + 64, mc.word(), 4, NATIVE), mc.words_at(b + at + 96, mc.word(), 4, NATIVE)
+    fifth = mc.words_at(b + 16, mc.word(), 4, NATIVE) if FIVE else raw0
+    if FOLD:
+        _put_floats(scale, both, row, N, step, mask)
+        mins = mf.minima(b, "q5_k" if FIVE else "q4_k").to(tl.float16)
+        tl.store(low + (step * N + row) * 16 + tl.arange(0, 16)[None, :], mins, mask=mask)
+    for p in tl.static_range(8):
+        raw = (raw0 if p // 2 == 0 else raw1 if p // 2 == 1 else raw2 if p // 2 == 2 else raw3) >> 4 * (p % 2)
+        code = raw & 0x0F0F0F0F
+        if FIVE:
+            code = code | (fifth >> p & 0x01010101) << 4
+        sc, m = ss.pair_of_q45(first, second, last, p)
+        if FOLD:
+            _put_digits(codes, code, sc, 0, N, mask, p, 256, NEAR)
         else:
-            _store_words(at, ms.codes_of_q45(b, p, FORMAT == "q5_k", NATIVE), mask)
-            words = b.to(tl.pointer_type(tl.int32), bitcast=True)
-            sc, m = ms.scale_of_q45(words, p)
-            both, to = tl.load(words), 2 * ((8 * step + p) * N + row)
-            tl.store(scale + to, ms.usable(ms.rounded(half_bits(both) * sc.to(tl.float32))), mask=mask)
-            tl.store(scale + to + 1, -ms.rounded(half_bits(both >> 16) * m.to(tl.float32)), mask=mask)
+            to = 2 * ((8 * step + p) * N + row)
+            tl.store(scale + to, ms.usable(ss.rounded(half_bits(both) * sc.to(tl.float32))), mask=mask)
+            tl.store(scale + to + 1, -ss.rounded(half_bits(both >> 16) * m.to(tl.float32)), mask=mask)
+            _put(codes, code, N, mask, p, 0, 1, 32, NEAR)
 
 
 @jit
-def _open_32(w, codes, scale, row, N, step, steps, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Eight blocks of 32 values."""
+def _open_q6(b, codes, scale, row, N, step, mask, WIDTH: tl.constexpr, NATIVE: tl.constexpr, NEAR: tl.constexpr):
+    raw0, raw1 = mc.words_at(b, mc.word(), 2, NATIVE), mc.words_at(b + 32, mc.word(), 2, NATIVE)
+    raw2, raw3 = mc.words_at(b + 64, mc.word(), 2, NATIVE), mc.words_at(b + 96, mc.word(), 2, NATIVE)
+    top0, top1 = mc.words_at(b + 128, mc.word(), 2, NATIVE), mc.words_at(b + 160, mc.word(), 2, NATIVE)
+    s0, s1, s2, s3 = ss.two_at(b + 192), ss.two_at(b + 194), ss.two_at(b + 196), ss.two_at(b + 198)
+    s4, s5, s6, s7 = ss.two_at(b + 200), ss.two_at(b + 202), ss.two_at(b + 204), ss.two_at(b + 206)
+    tl.store(scale + step * N + row, half_at(b + 208), mask=mask)
+    for p in tl.static_range(8):
+        even, odd = raw0 if p < 4 else raw2, raw1 if p < 4 else raw3
+        words = ((even if p % 2 == 0 else odd) >> 4 * (p % 4 // 2) & 0x0F0F0F0F) | (
+            (top0 if p < 4 else top1) >> 2 * (p % 4) & 0x03030303) << 4  # fmt: skip
+        near = s0 if p == 0 else s1 if p == 1 else s2 if p == 2 else s3
+        far = s4 if p == 4 else s5 if p == 5 else s6 if p == 6 else s7
+        both = near if p < 4 else far
+        _put_digits(codes, words, mc.pick(both << 24 >> 24, both << 16 >> 24), 32, N, mask, p, WIDTH, NEAR)
+
+
+@jit
+def _open_32(w, codes, scale, row, N, step, steps, mask, FORMAT: tl.constexpr, FOUR: tl.constexpr,
+             NATIVE: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Eight blocks of 32 values, four together where they are."""
     for p in tl.static_range(8):
         g = step * 8 + p
-        code, d = ms.codes_of_32(w, tl.minimum(g, steps - 1), FORMAT, NATIVE)
-        there = mask & (g < steps)
-        _store_words(codes + p * N * 32, code, there)
+        if FOUR:
+            there = mask & (step * 8 + p // 4 * 4 < steps)
+            code, d = ms.codes_of_four(w, tl.minimum(step * 2 + p // 4, steps // 4 - 1), p % 4, FORMAT, NATIVE)
+        else:
+            there = mask & (g < steps)
+            code, d = ms.codes_of_32(w, tl.minimum(g, steps - 1), FORMAT, NATIVE)
+        _put(codes, code, N, there, p, 0, 1, 32, NEAR)
         tl.store(scale + g * N + row, ms.usable(d), mask=there)
+
+
+@jit
+def _open_nvfp4(w, codes, scale, row, N, step, steps, mask, NATIVE: tl.constexpr, NEAR: tl.constexpr):
+    """Four blocks of 64 values; each half of 32 has a scale of its own, and so a product."""
+    for p in tl.static_range(8):
+        g = step * 8 + p
+        there = mask & (g < steps)
+        code, d0, d1 = ms.codes_of_nvfp4(w + tl.minimum(g // 2, steps // 2 - 1) * 36, p % 2, NATIVE)
+        _put(codes, mc.pick(code, 0), N, there, p, 0, 2, 32, NEAR)
+        _put(codes, mc.pick(0, code), N, there, p, 1, 2, 32, NEAR)
+        tl.store(scale + 2 * (g * N + row), d0, mask=there)
+        tl.store(scale + 2 * (g * N + row) + 1, d1, mask=there)
 
 
 @jit(do_not_specialize=["first", "most", "n_slots", "kd"])
 def _open(w, codes, scale, low, slots, first, most, n_slots, N, kd, w_slot, w_row, c_place, s_place, l_place,
-          FORMAT: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-          NATIVE: tl.constexpr):  # fmt: skip
-    """Program = (place and block of rows, 256 values)."""
+          FORMAT: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr, FOUR: tl.constexpr, ROWS: tl.constexpr,
+          NATIVE: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
+    """Program = (place and block of rows, 256 values). Loads come before stores, which else would part them."""
     blocks = tl.cdiv(N, ROWS)
     at, step = tl.program_id(0), tl.program_id(1)
     place = at // blocks
@@ -230,17 +274,20 @@ def _open(w, codes, scale, low, slots, first, most, n_slots, N, kd, w_slot, w_ro
     low += offset64(place, l_place)
     WIDTH: tl.constexpr = 256 if FOLD else 64 if FORMAT == "q2_k" else 32
     codes += offset64(place, c_place) + offset64(step, 256 * PARTS * N) + row * WIDTH
-    if FORMAT == "q8_0" or FORMAT == "q4_0" or FORMAT == "mxfp4":
-        _open_32(w, codes, scale, row, N, step, kd // 32, mask, FORMAT, NATIVE)
+    b = w + step * (84 if FORMAT == "q2_k" else 110 if FORMAT == "q3_k" else 144 if FORMAT == "q4_k" else 176
+                    if FORMAT == "q5_k" else 210 if FORMAT == "q6_k" else 0)  # fmt: skip
+    if FORMAT == "q2_k":
+        _open_q2(b, codes, scale, low, row, N, step, mask, FOLD, NATIVE, NEAR)
+    elif FORMAT == "q3_k":
+        _open_q3(b, codes, scale, row, N, step, mask, FOLD, NATIVE, NEAR)
+    elif FORMAT == "q4_k" or FORMAT == "q5_k":
+        _open_q45(b, codes, scale, low, row, N, step, mask, FORMAT == "q5_k", FOLD, NATIVE, NEAR)
+    elif FORMAT == "q6_k":
+        _open_q6(b, codes, scale, row, N, step, mask, WIDTH, NATIVE, NEAR)
+    elif FORMAT == "nvfp4":
+        _open_nvfp4(w, codes, scale, row, N, step, kd // 32, mask, NATIVE, NEAR)
     else:
-        b = w + step * (84 if FORMAT == "q2_k" else 110 if FORMAT == "q3_k" else 144 if FORMAT == "q4_k" else 176
-                        if FORMAT == "q5_k" else 210)  # fmt: skip
-        if FOLD:
-            _open_folded(b, codes, scale, low, row, N, step, mask, FORMAT, NATIVE)
-        elif FORMAT == "q2_k":
-            _open_q2(b, codes, scale, low, row, N, step, mask, NATIVE)
-        else:
-            _open_block(b, codes, scale, row, N, step, mask, FORMAT, NATIVE)
+        _open_32(w, codes, scale, row, N, step, kd // 32, mask, FORMAT, FOUR, NATIVE, NEAR)
 
 
 def open_weights(w: Weight, folded: bool, at: Places, first: int, out: Opened) -> None:
@@ -253,7 +300,8 @@ def open_weights(w: Weight, folded: bool, at: Places, first: int, out: Opened) -
         (many * -(-n // rows), -(-w.kd // 256)),
         *(w.data, out.codes, out.scale, out.low, at.slots, first, len(at.slots), len(w.data), n, w.kd),
         *(*w.data.stride()[:2], out.codes.stride(0), out.scale.stride(0), out.low.stride(0)),
-        *(w.format, folded, out.form.parts, rows, backend.has_dp4a(on)),
+        *(w.format, folded, out.form.parts, in_fours(w), rows, backend.has_dp4a(on)),
+        WORDS_A_LANE.get(w.format, 2),
         device=w.data.device,
         num_warps=4,
     )

@@ -5,13 +5,14 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.mmq.opened import FORMS, Opened
+from moe_lab_kernels.mmq.operands import raw_of
 from moe_lab_kernels.mmq.ref import LARGEST_D, LARGEST_SCALE, last_place
 from moe_lab_kernels.storage.unpack import unpack_ref
 
 
 def open_weight_ref(w: Weight, slot: int, folded: bool) -> Opened:
     """Slot's weight as `open_weights` writes it to one place: codes, scale and low without the first axis."""
-    form, u = FORMS[w.format, folded], unpack_ref(w.data[slot].contiguous(), w.format)
+    form, u = FORMS[w.format, folded], unpack_ref(raw_of(w, slot).contiguous(), w.format)
     n, d = len(u.codes), u.d.flatten(1)
     scales = torch.ones_like(u.codes[..., :1]) if u.scales is None else u.scales
     each = u.codes.int().unflatten(-1, (scales.shape[-1], -1))
@@ -35,6 +36,11 @@ def open_weight_ref(w: Weight, slot: int, folded: bool) -> Opened:
         low = low.unflatten(1, (-1, 4))
     elif form.step == "digits":
         parts, scale = _digits(scaled), d[..., None]
+    elif form.step == "halves":
+        sixteens, none = u.codes.view(n, -1, 2, 16), torch.zeros_like(u.codes.view(n, -1, 2, 16)[:, :, :1])
+        halves = (sixteens[:, :, :1], none), (none, sixteens[:, :, 1:])
+        parts = tuple(torch.cat(half, 2).view(n, -1) for half in halves)
+        scale = d.view(n, -1, 2)
     elif w.format == "q3_k":
         parts, scale = (-scaled,), -d[..., None]
     else:

@@ -28,6 +28,7 @@ from moe_lab_kernels.grouped.tiles import WorkList
 from moe_lab_kernels.primitives import offset64, to_f32
 from moe_lab_kernels.rows.arithmetic import LAYOUTS
 from moe_lab_kernels.storage.blocks import BLOCKS
+from moe_lab_kernels.storage.planar import restore_ref
 
 # ggml's layout of activations for each weight format (its prefill arm)
 MMQ_LAYOUTS = {
@@ -76,6 +77,12 @@ def layout_for(format: str) -> str:
     return MMQ_LAYOUTS[format]
 
 
+def in_fours(w: Weight) -> bool:
+    """Whether four blocks of 32 values, none of which need lie on a whole word, together do."""
+    strides = w.data.stride(0), w.data.stride(1), w.data.data_ptr()  # in bytes
+    return BLOCKS[w.format].values == 32 and w.kd % 128 == 0 and all(s % 4 == 0 for s in strides)
+
+
 def check_rows(op: str, rows: MmqRows, w: Weight) -> None:
     """Rows that the weight's format takes, with every sum it needs."""
     served = (layout_for(w.format), folded_layout(w.format))
@@ -113,12 +120,28 @@ def check_product(op: str, rows: MmqRows, row_of: Tensor | None, w: Weight, work
     """Everything that shapes, dtypes and strides can tell."""
     layout_for(w.format)
     block = BLOCKS[w.format]
+    if w.layout not in ("raw", "planar"):
+        raise LabError(f"{op}: weights lie in layout {w.layout!r}; it multiplies raw blocks and planes.")
     if w.kd < 1 or w.kd % block.values:
         raise LabError(f"{op}: {w.format} rows hold whole blocks of {block.values} values, got Kd={w.kd}.")
-    expect(op, "w", w.data, [torch.uint8], ["S", "N", w.kd // block.values * block.bytes])
-    expect_rows(op, "w", w.data, block.alignment)
+    if w.layout == "planar":
+        expect(op, "w", w.data, [torch.uint8], ["S", 1, "bytes"])
+    else:
+        expect(op, "w", w.data, [torch.uint8], ["S", "N", w.kd // block.values * block.bytes])
+        expect_rows(op, "w", w.data, block.alignment)
     check_rows(op, rows, w)
-    check_list(op, row_of, work, w.data.shape[1], out, to)
+    check_list(op, row_of, work, w.rows, out, to)
+
+
+def check_raw(op: str, w: Weight) -> None:
+    """LabError for weights that must be opened to be multiplied."""
+    if w.layout != "raw":
+        raise LabError(f"{op}: weights in layout {w.layout!r} are multiplied by mmq_product in wide tiles alone.")
+
+
+def raw_of(w: Weight, slot: int) -> Tensor:
+    """A slot's raw blocks [N, row_bytes], in torch."""
+    return w.data[slot] if w.layout == "raw" else restore_ref(w.data[slot, 0], w.format, w.rows, w.kd)
 
 
 @jit

@@ -27,11 +27,23 @@ from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, half_at, ue4m3_halved
 from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.mmq import codes as mc
+from moe_lab_kernels.mmq.codes import pick, word
+from moe_lab_kernels.mmq.scales import (
+    besides,
+    minima_of,
+    place_of,
+    rounded,
+    scale_of_q45,
+    scale_words_of_q3,
+    scales_of_q3,
+    two_at,
+)
 from moe_lab_kernels.primitives import INTERPRET, fma
 
 # values of a row that one turn of the loop takes
 STEPS = {
-    **dict.fromkeys(("q2_k", "q3_k", "q4_k", "q5_k", "q6_k"), 256),
+    **dict.fromkeys(("q3_k", "q4_k", "q5_k", "q6_k"), 256),
+    "q2_k": 128,  # half a block: the loop of a whole one spills at 64 rows of x
     **dict.fromkeys(("q8_0", "q4_0", "mxfp4"), 32),
     "nvfp4": 64,
 }
@@ -63,31 +75,6 @@ def rows_at(x, known, k, WIDTH: tl.constexpr = 32):
 
 
 @jit
-def word():
-    """Numbers of the words of 32 codes, [1, 8]."""
-    return tl.arange(0, 8)[None, :]
-
-
-@jit
-def pick(first, second):
-    """[R, 8], one for each sixteen values."""
-    return tl.where(word() < 4, first, second)
-
-
-@jit
-def of_word(bytes_, up: tl.constexpr):
-    """Two neighbouring bytes from bit `up` on, int32 [R, 1], to [R, 8]: one for each sixteen values; what lies above
-    the byte comes along."""
-    return bytes_ >> (up + word() // 4 * 8)
-
-
-@jit
-def rounded(v):
-    """Through fp16."""
-    return v.to(tl.float16).to(tl.float32)
-
-
-@jit
 def two_of(at):
     """Two neighbouring floats each of pointers [.., 1, n] or [.., n, 1]: two tensors of their shape."""
     return tl.split(tl.load(tl.expand_dims(at, len(at.shape)) + tl.arange(0, 2)))
@@ -111,6 +98,14 @@ def _times(v, scale):
 
 
 @jit
+def of_digits(high, low):
+    """256 I_hi + I_lo, exactly, of the bits of M + I: 256 (M + I_hi) - 257 M is a multiple of 256 below 2^25."""
+    one = tl.full((1, 1, 1), 1.0, tl.float32)
+    v = fma(high.to(tl.float32, bitcast=True), one * 256.0, one * (-257.0 * M))
+    return v + low.to(tl.float32, bitcast=True)
+
+
+@jit
 def usable(v):
     """NaN for scales from 2^104 on: `mmq.wide` adds and takes away 1.5 * 2^23 times the scale."""
     return tl.where(tl.abs(v) < 2.028240960365167e31, v, float("nan"))
@@ -118,12 +113,12 @@ def usable(v):
 
 @jit
 def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS: tl.constexpr, TAIL: tl.constexpr,
-               NATIVE: tl.constexpr):  # fmt: skip
+               FOUR: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """w: uint8 pointers [V, R, 1] to rows; x: int8 pointers [TOKENS, 1]; known: their mask; scale, low: fp32 pointers
-    [1, 1, TOKENS] to the tile's first group, as `sides` lays them out."""
+    [1, 1, TOKENS] to the tile's first group, as `sides` lays them out. FOUR: blocks of 32 values come in fours."""
     zero = tl.full(acc.shape, M_BITS, tl.int32)
     if FORMAT == "q2_k":
-        acc = _q2_k(acc, zero, w + step * 84, x, known, scale, low, step, TOKENS, TAIL, NATIVE)
+        acc = _q2_k(acc, zero, w + step // 2 * 84, x, known, scale, low, step, TOKENS, TAIL, NATIVE)
     elif FORMAT == "q3_k":
         acc = _q3_k(acc, zero, w + step * 110, x, known, scale, step, TOKENS, NATIVE)
     elif FORMAT == "q4_k":
@@ -134,6 +129,11 @@ def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS:
         acc = _q6_k(acc, zero, w + step * 210, x, known, scale, step, TOKENS, NATIVE)
     elif FORMAT == "nvfp4":
         acc = _nvfp4(acc, zero, w + step * 36, x, known, scale, step, TOKENS, NATIVE)
+    elif FOUR:
+        for j in tl.static_range(4):
+            code, d = codes_of_four(w, step, j, FORMAT, NATIVE)
+            t = _times(product_of(code, rows_at(x, known, step * 128 + 32 * j), zero), usable(d))
+            acc = fma(t, tl.load(scale + (4 * step + j) * TOKENS), acc)
     else:
         code, d = codes_of_32(w, step, FORMAT, NATIVE)
         t = _times(product_of(code, rows_at(x, known, step * 32), zero), usable(d))
@@ -160,35 +160,44 @@ def codes_of_32(w, step, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
-def _nvfp4(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+def codes_of_four(w, turn, j: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Words and scale of block j of a turn of four, whose bytes together are whole words that lie on whole words."""
+    BYTES: tl.constexpr = 34 if FORMAT == "q8_0" else 18 if FORMAT == "q4_0" else 17  # pyright: ignore[reportAssignmentType]
+    at: tl.constexpr = BYTES * j + (1 if FORMAT == "mxfp4" else 2)  # of the codes, behind the scale
+    words = w.to(tl.pointer_type(tl.int32), bitcast=True) + turn * BYTES
+    i, down = word() if FORMAT == "q8_0" else word() % 4, 4 * (word() // 4)
+    raw = mc.apart(mc.words_from(words + at // 4, i, at % 4, NATIVE))
+    first = tl.load(words + BYTES * j // 4)
+    if FORMAT == "mxfp4":
+        code = mc.doubled_e2m1(raw, down, NATIVE)
+        d = e8m0_halved(first >> BYTES * j % 4 * 8 & 0xFF)
+    else:
+        d = half_bits(first >> BYTES * j % 4 * 8)
+        code = raw
+        if FORMAT == "q4_0":
+            code, d = mc.nibbles_times_16(raw, down), d * 0.0625
+    return mc.together(code), d
+
+
+@jit
+def codes_of_nvfp4(b, j: tl.constexpr, NATIVE: tl.constexpr):
+    """Words of half j of a block of 64 values, the scales of its two sixteens."""
     i = word()
+    # of sixteen values eight bytes: the low nibbles of both words, then the high ones
+    raw = mc.apart(mc.words_at(b + 4, 4 * j + i // 4 * 2 + i % 2, 4, NATIVE))
+    d0, d1 = ue4m3_halved(tl.load(b + 2 * j).to(tl.int32)), ue4m3_halved(tl.load(b + 2 * j + 1).to(tl.int32))
+    return mc.doubled_e2m1(raw, i % 4 // 2 * 4, NATIVE), d0, d1  # with an axis more where b has three
+
+
+@jit
+def _nvfp4(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
     for j in tl.static_range(2):
-        # of sixteen values eight bytes: the low nibbles of both words, then the high ones
-        raw = mc.words_at(b + 4, 4 * j + i // 4 * 2 + i % 2, 4, NATIVE)
-        code = mc.doubled_e2m1(raw, i % 4 // 2 * 4, NATIVE)
-        d0, d1 = ue4m3_halved(tl.load(b + 2 * j).to(tl.int32)), ue4m3_halved(tl.load(b + 2 * j + 1).to(tl.int32))
+        code, d0, d1 = codes_of_nvfp4(b, j, NATIVE)
         rows = rows_at(x, known, step * 64 + 32 * j)
-        t = _times(product_of(pick(code, 0), rows, zero), d0) + _times(product_of(pick(0, code), rows, zero), d1)
+        first, second = mc.together(pick(code, 0)), mc.together(pick(0, code))
+        t = _times(product_of(first, rows, zero), d0) + _times(product_of(second, rows, zero), d1)
         acc = fma(t, tl.load(scale + (2 * step + j) * TOKENS), acc)
     return acc
-
-
-@jit
-def place_of(both):
-    """(u, m, m - 1) of the fp16 in the low half: its last place with its sign, as fp32, and |d| / u as int32. NaN for u
-    where a product with 15 may leave fp16."""
-    e = both >> 10 & 31
-    m = tl.where(e == 0, both & 0x3FF, both & 0x3FF | 0x400)
-    bits = (tl.maximum(e, 1) + 102) << 23 | (both & 0x8000) << 16
-    u = tl.where((both & 0x7FFF) < 0x6C44, bits.to(tl.float32, bitcast=True), float("nan"))  # 0x6C44 is 4368
-    return u, m
-
-
-@jit
-def beside(m, sc):
-    """e of a sub-block, see above, as int32."""
-    whole = m * sc
-    return rounded(whole.to(tl.float32)).to(tl.int32) - whole + sc
 
 
 @jit
@@ -197,62 +206,38 @@ def _q2_k(acc, zero, b, x, known, scale, low, step, TOKENS: tl.constexpr, TAIL: 
     both = tl.load(words + 20)
     u, m = place_of(both & 0xFFFF)
     of_two = tl.arange(0, 2)[None, None, :, None]  # which 32 of the 64 values
-    above, dmin = (m - 1).to(tl.float32) * u, half_bits(both >> 16)
-    for g in tl.static_range(4):
-        four = tl.load(words + g)
-        raw = mc.words_at(b + 16 + 32 * (g // 2), word(), 4, NATIVE)[:, :, None, :]
-        raw = raw >> (4 * (g % 2) + 2 * of_two) & 0x03030303
-        sc = four[:, :, :, None] >> (16 * of_two + word()[None, None, :, :] // 4 * 8) & 15
-        rows = rows_at(x, known, step * 256 + 64 * g, 64)
+    above = (m - 1).to(tl.float32) * u
+    for j in tl.static_range(2):
+        four, g = tl.load(words + step % 2 * 2 + j), 2 * step + j
+        raw = mc.words_at(b + 16 + step % 2 * 32, word(), 4, NATIVE)[:, :, None, :]
+        raw = raw >> (4 * j + 2 * of_two) & 0x03030303
+        up = 16 * of_two + word()[None, None, :, :] // 4 * 8
+        sc, beside = four[:, :, :, None] >> up & 15, besides(m, four, NATIVE)[:, :, :, None] >> up & 255
+        rows = rows_at(x, known, 64 * g, 64)
         first = product_of(tl.reshape(raw * sc, [b.shape[0], b.shape[1], 16]), rows, zero)
-        second = product_of(tl.reshape(raw * beside(m[:, :, :, None], sc), [b.shape[0], b.shape[1], 16]), rows, zero)
+        second = product_of(tl.reshape(raw * beside, [b.shape[0], b.shape[1], 16]), rows, zero)
         t = fma(first.to(tl.float32, bitcast=True) - M, above, _times(second, u))
-        dy = tl.load(scale + (4 * step + g) * TOKENS)
-        m0, m1 = rounded(dmin * (four >> 4 & 15).to(tl.float32)), rounded(dmin * (four >> 12 & 15).to(tl.float32))
-        m2, m3 = rounded(dmin * (four >> 20 & 15).to(tl.float32)), rounded(dmin * (four >> 28 & 15).to(tl.float32))
-        sum0, sum1, sum2, sum3 = four_of(low + (4 * step + g) * (4 * TOKENS))
-        if TAIL and g % 2 == 1:
+        dy = tl.load(scale + g * TOKENS)
+        m0, m1, m2, m3 = minima_of(both, four, NATIVE)
+        sum0, sum1, sum2, sum3 = four_of(low + g * (4 * TOKENS))
+        if TAIL and j == 1:
             t = fma(-m3, sum3, fma(-m2, sum2, t))
         acc = fma(-m1, sum1, fma(-m0, sum0, fma(t, dy, acc)))
-        if not TAIL or g % 2 == 0:
+        if not TAIL or j == 0:
             acc = fma(-m3, sum3, fma(-m2, sum2, acc))
     return acc
 
 
 @jit
-def _scales_of_q3(b, half: tl.constexpr, j: tl.constexpr):
-    """Scales of a part's two sub-blocks, -32..31, [R, 8]."""
-    n = tl.load((b + 96 + 2 * j).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.int32)
-    t = tl.load((b + 104 + 2 * (j % 2)).to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.int32)
-    return (of_word(n, 4 * half) & 15 | (of_word(t, 4 * half + j // 2 * 2) & 3) << 4) - 32
-
-
-@jit
-def codes_of_q3(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
-    """Words of codes times their scales, with the sign turned."""
-    raw, third = mc.words_at(b + 32 + 32 * half, word(), 2, NATIVE), mc.words_at(b, word(), 2, NATIVE)
-    return mc.three_bits(raw, third, 4 * half + j, j, _scales_of_q3(b, half, j))
-
-
-@jit
 def _q3_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    d = usable(-half_at(b + 108))
+    d, third = usable(-half_at(b + 108)), mc.words_at(b, word(), 2, NATIVE)
+    s0, s1, s2, s3 = scale_words_of_q3(b)
     for p in tl.static_range(8):
-        i = product_of(codes_of_q3(b, p // 4, p % 4, NATIVE), rows_at(x, known, step * 256 + 32 * p), zero)
+        raw, sc = mc.words_at(b + 32 + p // 4 * 32, word(), 2, NATIVE), scales_of_q3(s0, s1, s2, s3, p)
+        code = mc.together(mc.three_bits(mc.apart(raw), mc.apart(third), p, p % 4, mc.apart(sc)))
+        i = product_of(code, rows_at(x, known, step * 256 + 32 * p), zero)
         acc = fma(_times(i, d), tl.load(scale + (8 * step + p) * TOKENS), acc)
     return acc
-
-
-@jit
-def scale_of_q45(words, s: tl.constexpr):
-    """Scale and minimum of sub-block s, int32; the first four of eight keep their six bits together."""
-    first, second, up = tl.load(words + 1), tl.load(words + 2), 8 * (s % 4)
-    if s < 4:
-        sc, m = first >> up & 63, second >> up & 63
-    else:
-        rest = tl.load(words + 3) >> up
-        sc, m = rest & 15 | first >> up >> 2 & 0x30, rest >> 4 & 15 | second >> up >> 2 & 0x30
-    return sc, m
 
 
 @jit
@@ -278,24 +263,16 @@ def _q45_k(acc, zero, b, x, known, scale, step, FIVE: tl.constexpr, TOKENS: tl.c
 
 
 @jit
-def codes_of_q6(b, half: tl.constexpr, j: tl.constexpr, NATIVE: tl.constexpr):
-    raw = mc.words_at(b + 64 * half + 32 * (j % 2), word(), 2, NATIVE)
-    return mc.six_bits_times_4(raw, mc.words_at(b + 128 + 32 * half, word(), 2, NATIVE), j)
-
-
-@jit
-def scales_of_q6(b, p: tl.constexpr):
-    both = tl.load((b + 192 + 2 * p).to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32)
-    return both << 24 >> 24, both >> 8
-
-
-@jit
 def _q6_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    d = half_at(b + 208) * 0.25
+    """By digits of scale * code: two products over all 32 values serve two scales."""
+    d = half_at(b + 208)
     for p in tl.static_range(8):
-        s0, s1 = scales_of_q6(b, p)
-        code, rows = codes_of_q6(b, p // 4, p % 4, NATIVE), rows_at(x, known, step * 256 + 32 * p)
-        t = _times(product_of(pick(code, 0), rows, zero), s0.to(tl.float32))
-        t += _times(product_of(pick(0, code), rows, zero), s1.to(tl.float32))
-        acc = fma(t * d, tl.load(scale + (8 * step + p) * TOKENS), acc)
+        raw = mc.words_at(b + p // 4 * 64 + p % 2 * 32, word(), 2, NATIVE) >> p % 4 // 2 * 4 & 0x0F0F0F0F
+        top = mc.words_at(b + 128 + p // 4 * 32, word(), 2, NATIVE) >> 2 * (p % 4) & 0x03030303
+        both = two_at(b + 192 + 2 * p)
+        sc = pick(both << 24 >> 24, both << 16 >> 24)
+        high, low = mc.digits(mc.apart(raw | top << 4), mc.apart(sc), 32)
+        rows = rows_at(x, known, step * 256 + 32 * p)
+        v = of_digits(product_of(mc.together(high), rows, zero), product_of(mc.together(low), rows, zero))
+        acc = fma(v * d, tl.load(scale + (8 * step + p) * TOKENS), acc)
     return acc

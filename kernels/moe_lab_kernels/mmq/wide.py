@@ -20,10 +20,14 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect, expect_contiguous
+from moe_lab_kernels.grouped.body import biased, owner, pairs_of, sent
+from moe_lab_kernels.grouped.launching import Biases, ends, named
 from moe_lab_kernels.grouped.operands import Scatter, Weight
 from moe_lab_kernels.grouped.tiles import WorkList
+from moe_lab_kernels.launch.table import cut
 from moe_lab_kernels.mmq import steps as ms
 from moe_lab_kernels.mmq.opened import FORMS, Opened, open_weights, opened_bytes, room_for
+from moe_lab_kernels.mmq.opened_planar import open_planar
 from moe_lab_kernels.mmq.operands import MmqRows, Sides, sides
 from moe_lab_kernels.mmq.places import places
 from moe_lab_kernels.mmq.steps import M_BITS, M
@@ -48,14 +52,29 @@ class WideTile(NamedTuple):
 
 
 # Measured on an H200 (triton 3.6): docs/kernels.md has the tiles that lost. Two warps of 64 rows and 64 tokens won for
-# every exact form: barriers wait for few, and copies of 64 scales need no thread to step aside.
+# the exact forms, whose barriers wait for few; "pair" and "halves" would spill there, and take four ("pair" 3 %
+# slower), as "digits" takes one turn. Few rows of x wait for memory, which four warps and more stages ask for earlier.
 TILES = {
     "one": WideTile(64, 64, 2, 3, 2),
-    "digits": WideTile(64, 64, 2, 3, 2),
-    "pair": WideTile(64, 64, 2, 2),
+    "digits": WideTile(64, 64, 2, 3),
+    "halves": WideTile(64, 64, 4, 3),
+    "pair": WideTile(64, 64, 4, 3),
     "fold": WideTile(64, 64, 4, 2, by_warp=False),
 }
+FEW_TILES = {16: WideTile(64, 16, 4, 4, 2), 32: WideTile(64, 32, 4, 3, 2)}  # exact forms
+FOLDED_TILES = {"q3_k": WideTile(128, 128, 8, 3, by_warp=False)}  # other formats would spill
 TILE_INTERPRETER = WideTile(256, 128, 4, 1)
+IN_TURNS = ("one", "digits", "halves")
+
+
+def wide_tile(format: str, folded: bool, tokens: int, on: str) -> WideTile:
+    """How a program is cut; the interpreter pays for programs, so it takes tall ones."""
+    step = FORMS[format, folded].step
+    if on == "interpreter":
+        return TILE_INTERPRETER
+    if folded and step == "fold":
+        return FOLDED_TILES.get(format, TILES[step])
+    return FEW_TILES.get(tokens, TILES[step])
 
 
 def scratch_bytes(w: Weight, work: WorkList, folded: bool) -> int:
@@ -82,13 +101,6 @@ def _float(v):
 
 
 @jit
-def _of_digits(high, low):
-    """256 I_hi + I_lo, exactly: 256 (M + I_hi) - 257 M is a multiple of 256 below 2^25."""
-    one = tl.full((1, 1, 1), 1.0, tl.float32)
-    return fma(_float(high), one * 256.0, one * (-257.0 * M)) + _float(low)
-
-
-@jit
 def _rows(x, known, step, W: tl.constexpr, V: tl.constexpr):
     """[W, TOKENS] codes of the tile's rows."""
     b = tl.trans(tl.load(x + (step * W + tl.arange(0, W)[None, :]), mask=known, other=0))
@@ -101,14 +113,19 @@ def _rows(x, known, step, W: tl.constexpr, V: tl.constexpr):
 def _thirty_twos(acc, codes, x, known, scale, dys, step, zero, N, LIST: tl.constexpr, STEP: tl.constexpr,
                  SPAN: tl.constexpr, KINDS: tl.constexpr, TURNS: tl.constexpr, V: tl.constexpr):  # fmt: skip
     """TURNS groups of 32 values; a scale serves SPAN of them."""
-    if SPAN > 1:
+    if SPAN > 1:  # else a scale a turn
         d = tl.load(scale + step * TURNS // SPAN * N)
     for j in tl.static_range(TURNS):
         g = step * TURNS + j
         b = _rows(x, known, g, 32, V)
-        if STEP == "digits":
+        if STEP == "halves":
             of = codes + g * offset64(N, 64)
-            v = _of_digits(_dot(of, b, zero, 32, V), _dot(of + N * 32, b, zero, 32, V))
+            d0, d1 = ms.two_of(scale + g * (2 * N))
+            first, second = _float(_dot(of, b, zero, 32, V)), _float(_dot(of + N * 32, b, zero, 32, V))
+            acc = fma(fma(first, d0, d0 * -M) + fma(second, d1, d1 * -M), tl.load(dys + g * LIST), acc)
+        elif STEP == "digits":
+            of = codes + g * offset64(N, 64)
+            v = ms.of_digits(_dot(of, b, zero, 32, V), _dot(of + N * 32, b, zero, 32, V))
             acc = fma(v * d, tl.load(dys + g * LIST), acc)
         else:
             v = _float(_dot(codes + g * offset64(N, 32), b, zero, 32, V))
@@ -171,56 +188,43 @@ def _fold(acc, codes, x, known, scale, low, dys, sums, step, zero, N, LIST: tl.c
     return fma(part, tl.load(dys + step * LIST), acc)
 
 
-@jit(do_not_specialize=["n_steps", "n_tiles", "n_slots", "n_x", "n_pairs", "first_place", "n_places", "groups", "lows"])
-def _wide(x, dys, sums, row_of, out, out_row, out_slot, tiles, place_of, codes, scale, low, N, n_steps, groups, lows,
-          n_tiles, n_slots, n_x, n_pairs, first_place, n_places, x_row, out_stride, c_place, s_place, l_place,
-          STEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, KINDS: tl.constexpr, LOW: tl.constexpr,
-          TAIL: tl.constexpr, TURNS: tl.constexpr, GATHER: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-          TOKENS: tl.constexpr, LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr,
-          STAGES: tl.constexpr):  # fmt: skip
+@jit(do_not_specialize=["n_steps", "n_tiles", "n_slots", "n_x", "n_pairs", "slots", "whose_step", "bias_row",
+                        "first_place", "n_places", "groups", "lows"])  # fmt: skip
+def _wide(x, dys, sums, row_of, out_row, out_slot, tiles, whose, bias, out, place_of, codes, scale, low, N, n_steps,
+          groups, lows, n_tiles, n_slots, n_x, n_pairs, slots, whose_step, bias_row, first_place, n_places, x_row,
+          out_stride, c_place, s_place, l_place, GATHER: tl.constexpr, SCATTER: tl.constexpr, BIASED: tl.constexpr,
+          NAMED: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, KINDS: tl.constexpr,
+          LOW: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+          LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Program = (piece of a tile of pairs, block of weight rows); TOGETHER pieces walk the blocks side by side."""
-    blocks, pieces = tl.cdiv(N, ROWS), LIST // TOKENS
-    pid = tl.program_id(0)
-    walk = pid // (TOGETHER * blocks)
-    beside = tl.minimum(n_tiles * pieces - walk * TOGETHER, TOGETHER)
-    at = pid % (TOGETHER * blocks)
-    piece = walk * TOGETHER + at % beside
-    tile, past = piece // pieces, piece % pieces * TOKENS  # rows of the list's tile before the program's
-    slot, first, n = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-    first, n = first + past, n - past
+    tile, past, slot, first, n, begin = piece_of(tiles, n_tiles, N, ROWS, TOKENS, LIST, TOGETHER)
     if (slot < 0) | (slot >= n_slots) | (n <= 0):
         return
     place = tl.load(place_of + slot) - first_place
     if (place < 0) | (place >= n_places):
         return
-    n_row = at // beside * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, TOKENS)
-    p = first + i
-    mine = (i < n) & (p >= 0) & (p < n_pairs)
-    row = p
-    if GATHER:
-        row = tl.load(row_of + p, mask=mine, other=-1)
-    known = (mine & (row >= 0) & (row < n_x))[:, None]
-    of_x = x + offset64(tl.where(known, row[:, None], 0), x_row)
+    n_row = begin + tl.arange(0, ROWS)
     held = tl.minimum(n_row, N - 1)
     WIDTH: tl.constexpr = 256 if STEP == "fold" else 64 if STEP == "pair" else 32
     if V:
         held = tl.reshape(held, [V, ROWS // V, 1])
         acc = tl.zeros((V, ROWS // V, TOKENS), tl.float32)
-        zero = tl.full((V, ROWS // V, TOKENS), 0 if STEP == "fold" else M_BITS, tl.int32)
-        column = i[None, None, :]
     else:
         held = held[:, None]
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
-        zero = tl.full((ROWS, TOKENS), 0 if STEP == "fold" else M_BITS, tl.int32)
-        column = i[None, :]
+    zero = tl.full(acc.shape, 0 if STEP == "fold" else M_BITS, tl.int32)
     codes += offset64(place, c_place) + held * WIDTH
     scale += offset64(place, s_place) + held * KINDS
     low += offset64(place, l_place) + held * (16 if STEP == "fold" else 4)
     # a scale and a sum of 32 values come together; sums are otherwise four or sixteen
-    together: tl.constexpr = KINDS if STEP == "one" else 1
-    dys += offset64(tile, groups * LIST * together) + (past + column) * together
-    sums += offset64(tile, lows * LIST) + (past * 16 + i[:, None] * 16 if STEP == "fold" else (past + column) * 4)
+    dys += offset64(tile, groups * LIST * (KINDS if STEP == "one" else 1))
+    sums += offset64(tile, lows * LIST)
+    p, mine, row, exists = pairs_of(row_of, first, n, n_pairs, n_x, TOKENS, GATHER)
+    of_x, known = x + offset64(row[:, None], x_row), exists[:, None]
+    i = past + tl.arange(0, TOKENS)
+    column = i[None, None, :] if V else i[None, :]
+    dys += column * (KINDS if STEP == "one" else 1)
+    sums += i[:, None] * 16 if STEP == "fold" else column * 4
     for step in tl.range(0, n_steps, num_stages=STAGES):
         if STEP == "pair":
             acc = _pair(acc, codes, of_x, known, scale, low, dys, sums, step, zero, N, LIST, TAIL, V)
@@ -228,12 +232,28 @@ def _wide(x, dys, sums, row_of, out, out_row, out_slot, tiles, place_of, codes, 
             acc = _fold(acc, codes, of_x, known, scale, low, dys, sums, step, zero, N, LIST, PARTS, LOW, V)
         else:
             acc = _thirty_twos(acc, codes, of_x, known, scale, dys, step, zero, N, LIST, STEP, SPAN, KINDS, TURNS, V)
-    to = p
-    if SLOTS > 0:
-        to = tl.load(out_row + p, mask=mine, other=0) * SLOTS + tl.load(out_slot + p, mask=mine, other=0)
-    here = out + offset64(to, out_stride)[:, None] + n_row[None, :]
-    result = round_to(tl.reshape(acc, [ROWS, TOKENS]), out.dtype.element_ty)
-    tl.store(here, tl.trans(result), mask=mine[:, None] & (n_row < N)[None, :])
+    acc = tl.reshape(acc, [ROWS, TOKENS])
+    if BIASED:
+        acc = biased(acc, bias, owner(whose, whose_step, tile, slot, NAMED), bias_row, n_row, N)
+    here = out + offset64(sent(p, mine, out_row, out_slot, slots, SCATTER), out_stride)[:, None] + n_row[None, :]
+    tl.store(here, tl.trans(round_to(acc, out.dtype.element_ty)), mask=mine[:, None] & (n_row < N)[None, :])
+
+
+@jit
+def piece_of(tiles, n_tiles, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, LIST: tl.constexpr,
+             TOGETHER: tl.constexpr):  # fmt: skip
+    """(tile, rows of it before the program's, slot, first pair, pairs from there on, first weight row) of a program
+    that takes TOKENS of a tile's LIST rows."""
+    pieces = LIST // TOKENS
+    blocks = tl.cdiv(N, ROWS)
+    pid = tl.program_id(0)
+    walk = pid // (TOGETHER * blocks)
+    beside = tl.minimum(n_tiles * pieces - walk * TOGETHER, TOGETHER)
+    at = pid % (TOGETHER * blocks)
+    piece = walk * TOGETHER + at % beside
+    tile, past = piece // pieces, piece % pieces * TOKENS
+    slot, first, n = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    return tile, past, slot, first + past, n - past, at // beside * ROWS
 
 
 def serves(w: Weight, folded: bool) -> bool:
@@ -242,14 +262,15 @@ def serves(w: Weight, folded: bool) -> bool:
 
 
 def wide_product(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-                 tile: WideTile | None, scratch: Tensor | None) -> None:  # fmt: skip
+                 biases: Biases, tile: WideTile | None, scratch: Tensor | None) -> None:  # fmt: skip
     """`mmq_product` by way of opened weights (Triton): as many at a time as `scratch` has room for. All but `scratch`
     is checked by then."""
     folded = rows.layout == "q8_k"
     if not serves(w, folded):
         raise LabError(f"mmq_product: there is no way to open {w.format} for {rows.layout} rows; leave the tile out.")
-    backend.serve("mmq_product", codes=rows.codes, row_of=row_of, w=w.data, tiles=work.tiles, scratch=scratch, out=out)
-    if not len(work.tiles) or not w.data.shape[1]:
+    given = named(row_of, work, to, biases, None)
+    backend.serve("mmq_product", codes=rows.codes, **given, w=w.data, scratch=scratch, out=out)
+    if not len(work.tiles) or not w.rows:
         return
     if scratch is None:
         scratch = torch.empty(scratch_bytes(w, work, folded), dtype=torch.uint8, device=out.device)
@@ -258,35 +279,44 @@ def wide_product(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList
     least = opened_bytes(w, folded)
     if len(scratch) < least or scratch.data_ptr() % 16:
         raise LabError(f"mmq_product: scratch of {len(scratch)} bytes; wanted {least} at a multiple of 16, or more.")
-    pairs = len(out) if to is None else len(to.row)
-    made = sides(rows, row_of, w, work, pairs)
+    made = sides(rows, row_of, w, work, len(out) if to is None else len(to.row))
     room, at = room_for(scratch, w, folded), places(work, len(w.data))
+    opened = open_planar if w.layout == "planar" else open_weights
     for first in range(0, len(at.slots), len(room.codes)):
-        open_weights(w, folded, at, first, room)
-        _multiply(rows, row_of, w, work, out, to, made, room, at.of_slot, first, tile)
+        opened(w, folded, at, first, room)
+        multiply(rows, row_of, w, work, out, to, biases, made, room, at.of_slot, first, tile)
 
 
-def _multiply(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-              made: Sides, room: Opened, place_of: Tensor, first: int, tile: WideTile | None) -> None:  # fmt: skip
-    row, slot, slots = to or (None, None, 0)
+def multiply(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
+             biases: Biases, made: Sides, room: Opened, place_of: Tensor, first: int,
+             tile: WideTile | None) -> None:  # fmt: skip
+    """The product of the tiles whose weights lie open in `room`, places `first` and after."""
     on = backend.serve("mmq_product", codes=rows.codes, w=w.data, out=out)
-    form, n, pairs = room.form, w.data.shape[1], len(out) if row is None else len(row)
-    tile = tile or (TILE_INTERPRETER if on == "interpreter" else TILES[form.step])
+    form, n = room.form, w.rows
+    if tile is None:
+        folded = rows.layout == "q8_k"
+        kind, tile = f"{w.format}{'/q8_k' * folded}", wide_tile(w.format, folded, work.tokens, on)
+        tile = cut("wide", tile, out.device, kind, work.tokens, gated=False, n=n, kd=w.kd)
     tokens = min(tile.tokens, work.tokens)
     low, warps = made.scale if made.low is None else made.low, tile.warps if tile.by_warp else 0
-    turns = tile.turns if form.step in ("one", "digits") and w.kd // 32 % tile.turns == 0 else 1
+    plain = form.step in IN_TURNS and not biases  # two turns and a bias spill 8 bytes
+    turns = tile.turns if plain and w.kd // 32 % tile.turns == 0 else 1
     step = {"pair": 128, "fold": 256}.get(form.step, 32 * turns)
+    around = ends(row_of, work, to, biases, None, "none")
+    of_row, row, slot, tiles, whose, _, bias, _ = around.pointers
+    _, _, slots, whose_step, bias_row = around.scalars
+    gather, scatter, _, _, _, with_biases, its_own, *_ = around.constants
     backend.launch(
         _wide,
         (len(work.tiles) * (work.tokens // tokens) * -(-n // tile.rows),),
-        *(rows.codes, made.scale, low, work.tiles if row_of is None else row_of, out),
-        *(*(work.tiles if i is None else i for i in (row, slot)), work.tiles, place_of),
+        *(rows.codes, made.scale, low, of_row, row, slot, tiles, whose, bias, out, place_of),
         *(room.codes, room.scale, room.low, n, w.kd // step),
         *(made.scale.shape[1], low[0, :, 0].numel(), len(work.tiles), len(w.data), len(rows.codes)),
-        *(pairs, first, len(room.codes), rows.codes.stride(0), out.stride(0)),
-        *(room.codes.stride(0), room.scale.stride(0), room.low.stride(0)),
-        *(form.step, form.parts, form.span // 32, form.kinds, form.low, made.tail, turns, row_of is not None, slots),
-        *(tile.rows, tokens, work.tokens, tile.group, warps, tile.stages),
+        *(len(out) if to is None else len(to.row), slots, whose_step, bias_row, first, len(room.codes)),
+        *(rows.codes.stride(0), out.stride(0), room.codes.stride(0), room.scale.stride(0), room.low.stride(0)),
+        *(gather, scatter, with_biases, its_own, form.step, form.parts, form.span // 32, form.kinds, form.low),
+        *(made.tail, turns, tile.rows, tokens, work.tokens, tile.group, warps),
+        tile.stages,
         device=out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,
