@@ -8,7 +8,8 @@ T rows of Kd values, N weight rows in a quantised format. `arithmetic_of` gives 
 dot: exact integers; A, Mn: products of a super-block's floats with a sub-block's scale and minimum, rounded as
 `product_dtype` says (with "integer" the scale multiplies the dot, (dy * (sc * dot)) * d); dy: the stored activation
 scale; S: a stored sum, or dy times the sum of codes. Sources: kquants 2.4 and 2.5, from which (a) to (g) come.
-Every step is rounded to fp32, except with order "exact", where terms and their sum are float64 with one rounding.
+Every step is rounded to fp32, except with order "exact", where terms and their sum are float64 with one rounding, and
+"super_blocks", where that holds for each 256 values.
 Slow beside a kernel, and not meant to be one: orders and splits of Kd that no kernel of the lab has are computed here.
 """
 
@@ -85,7 +86,15 @@ def quantize_for(x: Float[Tensor, "T Kd"], format: str, arithmetic: Arithmetic) 
     assert made.rounding is not None
     wide = "q8_1" if made.rounding.startswith("divide") else "ds4"
     base = "d2s6" if format == "q2_k" else wide  # whose sums cover sixteen values
+    if _is_q8_k(made):  # has the numbers of any other layout with its choices, but codes and scale of the other sign
+        base = "q8_k"
     return quantize_activations(x, base, replace(made, product_dtype=None, order=None, k_split=None))
+
+
+def _is_q8_k(made: Arithmetic) -> bool:
+    own = LAYOUTS["q8_k"]
+    same = all(getattr(made, c) == getattr(own, c) for c in ("block", "scale_dtype", "rounding"))
+    return same and (made.safe_sum or made.sum == "none")
 
 
 def emulate(x: Float[Tensor, "T Kd"], q: QuantTensor, arithmetic: Arithmetic) -> Float32[Tensor, "T N"]:
@@ -134,7 +143,7 @@ def _terms(w: Unpacked, rows: QuantRows, format: str, made: Arithmetic) -> Tenso
         codes = codes + 8
     x = rows.codes[:, :kd].float().unflatten(1, (-1, group)).transpose(0, 1)
     dots = torch.bmm(x, codes.permute(1, 2, 0))
-    real = dots.double if made.order == "exact" else dots.float
+    real = dots.double if made.order in ("exact", "super_blocks") else dots.float
     dots, dtype = real(), real().dtype
     dy = rows.scale.to(dtype).repeat_interleave(rows.layout.block // group, 1)[:, : kd // group].T[..., None]
     per_block = w.codes.shape[-1] // group
@@ -196,6 +205,8 @@ def _run(terms: Tensor, order: str | None, per_block: int) -> Tensor:
         return terms.sum(0)
     if order == "blocks":
         return _in_sequence(terms)
+    if order == "super_blocks":
+        return _in_sequence([block.sum(0).float() for block in terms.split(per_block)])
     if order == "mmq":
         return _in_sequence([_in_sequence(block) for block in terms.split(per_block)])
     if order == "mmvq":

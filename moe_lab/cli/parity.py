@@ -8,6 +8,7 @@ from typing import Any
 from moe_lab.activations import Inputs
 from moe_lab.bench.laid import laid
 from moe_lab.cli.run import layer_numbers
+from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
 from moe_lab.open import Checkpoint
@@ -40,6 +41,9 @@ def parity_rows(
     names = [part.strip() for part in arms.split(",") if part.strip()]
     if len(names) < 2:
         raise LabError(f"--arms {arms}: wanted two or more with commas, such as gemv,mmq.")
+    if tokens == 0:
+        raise LabError("--tokens 0: there is nothing to compare; wanted at least one row.")
+    resolve_device(device)
     bounds = parse_budget(budget)
     with open_checkpoint(file) as ckpt:
         numbers = layer_numbers(ckpt, layer)
@@ -110,7 +114,9 @@ def why_lines(report: ParityReport) -> list[str]:
     found: Any = report.hazards
     found = found[(found["count"] > 0) & ((found["hazard"] != "raw-sum decorrelation") | (found["factor"] >= 1.5))]
     lines = [f"{h}, {arm} {part}: {says}" for h, arm, part, says in found[["hazard", "arm", "part", "says"]].to_numpy()]
-    return [f"difference {total:.1e}: {shares} ({df.attrs['method']})" if total else "no difference", *lines]
+    apart = df.attrs["outputs_ab"]
+    none = f"no choice differs; {apart:.1e} apart by the order of fp32 additions" if apart else "no difference"
+    return [f"difference {total:.1e}: {shares} ({df.attrs['method']})" if total else none, *lines]
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:

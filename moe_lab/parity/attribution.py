@@ -136,7 +136,7 @@ def attribute(
     it alone is not, `share` (standard error `share_se`) = its Shapley share of `nmse_ab`. Error: `error_first` = NMSE
     against `exact` with this choice alone, `error_share`, `error_share_se` = its share of b's error minus a's; negative
     where the choice makes b better. attrs: nmse_ab, error_a, error_b, evaluated, method, and for `outputs` of the sides
-    themselves apart_a and apart_b, the NMSE of what was run against them.
+    themselves apart_a and apart_b, the NMSE of what was run against them, and outputs_ab, of b's against a's.
     `run` gives the output with a set of letters switched. Choices that do not differ have zeros, and are not run.
     """
     try:
@@ -162,4 +162,5 @@ def attribute(
     frame.attrs |= {"evaluated": len(runs), "method": shares.method}
     if outputs is not None:
         frame.attrs |= {"apart_a": nmse(runs.base, outputs[0]), "apart_b": nmse(runs.whole, outputs[1])}
+        frame.attrs["outputs_ab"] = nmse(outputs[1], outputs[0])
     return frame

@@ -69,7 +69,7 @@ def error_map(
     """
     if not isinstance(layer.experts, ResidentExperts):
         raise LabError("an error map reads every expert: open the layer without a cache.")
-    a, b = (side(arm, x, options) for arm in arms)
+    a, b = (side(arm, x, options, layer) for arm in arms)
     seen: dict[tuple[str, int], Tensor] = {}
     emulate_layer(layer, x, layer.route(x) if routing is None else routing, a, options=options, seen=seen)
     rows = []

@@ -15,6 +15,7 @@ from moe_lab.arms import ArmContext, ExpertStack, Group, Schedule
 from moe_lab.arms.base import activate, lacks_kernel
 from moe_lab.emulation import emulate
 from moe_lab.execution.options import Options
+from moe_lab.formats import Arithmetic
 from moe_lab.layer import MoELayer
 from moe_lab.parity.setting import STORES, Mixed, Setting
 from moe_lab.routing import Routing
@@ -38,8 +39,13 @@ class Emulated:
         self, how: Setting | Mixed, weights: Tensor | None = None, *, seen: Seen | None = None, memo: Memo | None = None
     ) -> None:
         self.how, self.weights, self.seen = how, weights, seen
-        self._arithmetic = cache(how.arithmetic)  # asked for once a product: a tenth of a mix's time without the cache
+        self._arithmetic = cache(self._numbers)  # asked for once a product: a tenth of a mix's time without the cache
         self.memo: Memo = {} if memo is None else memo
+
+    def _numbers(self, format: str) -> Arithmetic:
+        """Scales folded into codes have the numbers of "integer": by one name `memo` knows them as one product."""
+        made = self.how.arithmetic(format)
+        return replace(made, product_dtype="integer") if made.product_dtype == "int8" else made
 
     def supports(self, formats: Sequence[str], backend: str) -> str | None:
         """Formats with an arithmetic: `arithmetic` refuses the others by name."""
@@ -50,6 +56,10 @@ class Emulated:
     def lacks(self, spec: MoESpec) -> str | None:
         """As the arms that it emulates."""
         return "expert biases" if spec.expert_bias else lacks_kernel(spec)
+
+    def reads(self, layout: str, activation: str | None) -> str | None:
+        """Every layout: `ExpertStack.matrix` gives raw blocks of each."""
+        return None
 
     def experts(
         self, x: Tensor, stack: ExpertStack, schedule: Schedule, groups: Sequence[Group], y: Tensor, ctx: ArmContext
@@ -105,7 +115,9 @@ def emulate_layer(
     of picks.
     """
     # the arm rounds at the store points by itself; the buffer of down rows holds rounded values as well in fp32
-    options = replace(options or Options(), combine_order=how.combine_order, stores="fp32")
+    options = options or Options()
+    shared_arm = options.shared_arm if options.shared_arm is not None else how.shared_arm
+    options = replace(options, combine_order=how.combine_order, stores="fp32", shared_arm=shared_arm)
     weights = None
     if how.weight_place == "hidden":
         weights = routing.weights

@@ -22,7 +22,7 @@ from moe_lab.formats import Arithmetic, QuantRows, QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.parity.emulated import emulate_layer
 from moe_lab.parity.layer_attribution import side
-from moe_lab.parity.setting import KNOWN, Setting
+from moe_lab.parity.setting import Setting, kind_of
 from moe_lab.parity.terms import factors, unsigned
 from moe_lab.routing import Routing
 
@@ -108,7 +108,7 @@ def hazards(
     routing = layer.route(x) if routing is None else routing
     found: dict[tuple[str, str, str], list[tuple]] = {}
     for arm in arms:
-        setting = side(arm, x, options)
+        setting = side(arm, x, options, layer)
         seen: dict[tuple[str, int], Tensor] = {}
         emulate_layer(layer, x, routing, setting, options=options, seen=seen)
         for (part, expert), rows in seen.items():
@@ -136,5 +136,6 @@ def _trap_row(tokens: int, arms: Sequence[str | Setting]) -> tuple:
     mixed = prefill and decode
     says = f"micro-batches of {MICRO_BATCH} would send {decode} of {tokens} tokens through the decode arm"
     names = {a if isinstance(a, str) else a.arm for a in arms}
-    bites = bool(mixed) and len({KNOWN[n] for n in names}) > 1
+    kinds = {kind_of(n) for n in names}
+    bites = bool(mixed) and "gemv" in kinds and len(kinds) > 1  # two prefill arms have no decode arm to mix with
     return "tail trap", ", ".join(sorted(names)), "", decode if bites else 0, tokens, 1.0, says

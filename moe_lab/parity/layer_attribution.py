@@ -1,17 +1,22 @@
-"""The ten choices of a layer, attributed: which of them makes two arms' outputs differ, and which costs accuracy."""
+"""The choices of a layer, attributed: which of them makes two arms' outputs differ, and which costs accuracy."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moe_lab._types import Float, Tensor
+from moe_lab.arms import ARMS
+from moe_lab.arms.table import split_layout
 from moe_lab.emulation import emulate
 from moe_lab.execution.options import Options
+from moe_lab.execution.parts import pick_shared_arm
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.parity.attribution import MOST, attribute
 from moe_lab.parity.emulated import Memo, emulate_layer
 from moe_lab.parity.exact import exact_layer
-from moe_lab.parity.setting import STORES, Mixed, Setting, choices
+from moe_lab.parity.setting import STORES, Mixed, Setting, choices, known
 from moe_lab.routing import Routing
+from moe_lab_kernels.backend import backend_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,12 +36,12 @@ def attribute_layer(
     rows: int = LAYER_ROWS,
     most: int = MOST,
 ) -> "pd.DataFrame":
-    """`attribution.attribute` of sides a and b on the first `rows` rows of x: letters a to j. An arm's name is its
-    Setting under `options`; `outputs`: what the two arms made of x. LabError for an arm or a format without 8-bit
-    arithmetic."""
+    """`attribution.attribute` of sides a and b on the first `rows` rows of x: letters a to j, and k where the sides
+    differ in it. An arm's name is its Setting under `options`; `outputs`: what the two arms made of x. LabError for an
+    arm or a format without 8-bit arithmetic."""
     x = x[:rows]
     routing = layer.route(x) if routing is None else _first(routing, rows)
-    side_a, side_b = side(a, x, options), side(b, x, options)
+    side_a, side_b = (side(arm, x, options, layer) for arm in (a, b))
     exact = exact_layer(layer, x, routing)
     found = choices(side_a, side_b, formats_of(layer))
 
@@ -62,14 +67,23 @@ def attribute_product(
     return attribute(run, choices(side_a, side_b, [q.format], "abcdefg"), exact, most=most)
 
 
-def side(arm: str | Setting, x: Tensor, options: Options | None) -> Setting:
-    """An arm's Setting as a layer runs it: store points in x's dtype unless the options say fp32."""
+def side(arm: str | Setting, x: Tensor, options: Options | None, layer: MoELayer | None = None) -> Setting:
+    """An arm's Setting as a layer runs it: store points in x's dtype unless the options say fp32, and the shared
+    expert by another arm where this one does not serve its formats."""
     if isinstance(arm, Setting):
         return arm
     options = options or Options()
     names = {dtype: name for name, dtype in STORES.items()}
     stores = "fp32" if options.stores == "fp32" else names.get(x.dtype, "fp32")
-    return Setting(arm, stores=stores, combine_order=options.combine_order)  # type: ignore[arg-type]
+    shared_arm = None if layer is None or not known(arm) else _shared_arm(layer, arm, x, options)
+    return Setting(arm, stores=stores, combine_order=options.combine_order, shared_arm=shared_arm)  # type: ignore[arg-type]
+
+
+def _shared_arm(layer: MoELayer, arm: str, x: Tensor, options: Options) -> str | None:
+    """Who takes the shared expert in place of the arm; None where it does itself, and where the options name one."""
+    own = ARMS[split_layout(arm)[0]]
+    picked = pick_shared_arm(layer, own, replace(options, shared="main"), backend_of(x), len(x))
+    return None if options.shared_arm is not None or picked is None or picked is own else picked.name
 
 
 def formats_of(layer: MoELayer) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import moe_lab as lab
 from moe_lab.cli import main
@@ -129,3 +130,23 @@ def test_budgets_are_read_by_name() -> None:
     assert parse_budget(" nmse_b=1 , flip_share=0.01") == {"nmse_b": 1.0, "flip_share": 0.01}
     with pytest.raises(LabError, match="nan"):
         parse_budget("nan")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--tokens", "0"), "wanted at least one row"),
+        (("--device", "foo"), "foo"),
+        pytest.param(
+            ("--device", "cuda"), "cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_compared_is_one_line(capsys, words: tuple[str, ...], told: str) -> None:
+    code, out, err = call(capsys, MODEL, "--layer", "3", "--arms", "gemv,mmq", *words)
+    assert code != 0
+    assert out == ""
+    assert told in err
+    assert "Traceback" not in err

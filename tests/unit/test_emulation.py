@@ -47,7 +47,7 @@ def test_orders_and_splits_change_last_bits_alone(format: str, arm) -> None:
     base = arithmetic_of(format, arm)
     exact = emulate(x, q, replace(base, order="exact"))
     outs = [emulate(x, q, replace(base, order=order, k_split=k))
-            for order in ("blocks", "mmq", "mmvq", "pairwise") for k in (1, 3)]  # fmt: skip
+            for order in ("blocks", "mmq", "super_blocks", "mmvq", "pairwise") for k in (1, 3)]  # fmt: skip
     assert max(nmse(out, exact) for out in outs) <= tol("mmq/emulation")
     assert len({tuple(out.flatten().tolist()) for out in outs}) > 3
 

@@ -19,7 +19,7 @@ SumKind = Literal["raw", "raw_all", "quantised", "none"]
 SumDtype = Literal["fp16", "bf16", "fp32"]
 Rounding = Literal["divide", "reciprocal", "multiply", "divide_even", "reciprocal_even", "multiply_even"]
 ProductDtype = Literal["integer", "int8", "fp16", "bf16", "fp32"]
-Order = Literal["blocks", "mmq", "mmvq", "pairwise", "exact"]
+Order = Literal["blocks", "mmq", "super_blocks", "mmvq", "pairwise", "exact"]
 OF_PRODUCTS = ("product_dtype", "order", "k_split")
 
 
@@ -41,8 +41,9 @@ class Arithmetic:
                 inv = top / amax, code = x * inv, d = 1 / inv. Each operation is rounded once, in fp32. Codes of int8
                 go to the nearest integer, halves away from zero, or to even with the suffix "_even"
     order       of a product's additions: "blocks" group after group, as the lab's kernels add; "mmq" groups of 256
-                values in sequence, then those; "mmvq" over ggml's threads, then halves against halves; "pairwise";
-                "exact" in float64 with one rounding
+                values in sequence, then those; "super_blocks" groups of 256 values exactly (integers under one scale:
+                the folded form), each rounded once, then those in sequence; "mmvq" over ggml's threads, then halves
+                against halves; "pairwise"; "exact" in float64 with one rounding
     k_split     runs of whole 256-value blocks (1, 2, ..) that a row is cut into, each added by itself, then their sums
                 in sequence
     safe_sum    sums of codes as int16 (at most 32 * 127), which cannot overflow as fp16 sums do past 65504; a `sum`
