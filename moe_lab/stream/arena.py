@@ -7,6 +7,8 @@ slot is not overwritten before the work that read it, a buffer not before the co
 
 Slots may keep experts in another layout than files (`packing`): on the host the reader packs them, on a device the
 stream of the copy, behind it.
+
+A poisoned arena fills slots that nobody owns any more with NaN bytes: who reads one after its lease sees it.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -15,25 +17,52 @@ from typing import Any
 
 import torch
 
-from moe_lab._types import Tensor, UInt8
+from moe_lab._types import Tensor
 from moe_lab.devices import current_stream
-from moe_lab.errors import LabError
-from moe_lab.stream.memory import LockedBlock, available_host_bytes, host_block, whole_pages
+from moe_lab.stream.memory import available_host_bytes, whole_pages
 from moe_lab.stream.packing import Packing
+from moe_lab.stream.room import allocate, check_room, locked_ring
 from moe_lab.stream.stages import Stage, Stages
 from moe_lab.stream.streams import running_on
+from moe_lab.workspace import POISON
 
 
-class HostArena:
+class _Slots:
+    """What both arenas do with a slot that nobody owns."""
+
+    poisoned = False
+    tensor: Tensor
+
+    def poison(self) -> None:
+        """Fill every slot, and from now on each that is freed, with POISON; on a device behind work that reads it."""
+        self.poisoned = True
+        for slot in range(len(self.tensor)):
+            self.freed(slot)
+
+    def freed(self, slot: int) -> None:
+        """Nobody owns what is in `slot` any more."""
+        if self.poisoned and len(self.tensor):  # none of them once it was dropped
+            self._overwrite(slot)
+
+    def _overwrite(self, slot: int) -> None:
+        self._fill(slot)
+
+    def _fill(self, slot: int) -> None:
+        self.tensor[slot].fill_(POISON)
+
+
+class HostArena(_Slots):
     """Slots in ordinary memory, uint8 [S, slot_bytes]. Readers write into them: nothing to copy, nothing to order."""
 
     staged = False
     packs = False  # whether reader threads bring what they read into the slot's layout
+    buffers = 0  # on the way to the slots
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, slots: int, slot_bytes: int, *, beside: int = 0) -> None:
+        """`beside`: bytes that have to be free for other things as well. LabError, nothing taken, for too little."""
         wanted = slots * slot_bytes
-        _preflight(wanted, available_host_bytes(), "host memory", slots, slot_bytes)
-        self.tensor = _allocate(wanted, torch.device("cpu"), slots, slot_bytes).view(slots, slot_bytes)
+        check_room(wanted + beside, available_host_bytes(), "host memory", slots, slot_bytes)
+        self.tensor = allocate(wanted, torch.device("cpu"), slots, slot_bytes).view(slots, slot_bytes)
         self._bytes = self.tensor.view(-1).numpy().data
         self._slot_bytes = slot_bytes
 
@@ -75,8 +104,11 @@ class PackingHostArena(HostArena):
     packs = True
 
     def __init__(self, slots: int, slot_bytes: int, stage_bytes: int, buffers: int) -> None:
-        super().__init__(slots, slot_bytes)
-        self.stages = Stages(_rows(host_block(buffers * whole_pages(stage_bytes)), buffers, stage_bytes))
+        raw = buffers * whole_pages(stage_bytes)
+        super().__init__(slots, slot_bytes, beside=raw)
+        self.buffers = buffers
+        block = allocate(raw, torch.device("cpu"), slots, slot_bytes)
+        self.stages = Stages(_rows(block, buffers, stage_bytes))
 
     def stage(self, slot: int) -> Stage | None:
         """The free buffer given back first; None while all are in use."""
@@ -104,7 +136,7 @@ class _SlotOrder:
     readers: dict[int, Any] = field(default_factory=dict)
 
 
-class DeviceArena:
+class DeviceArena(_Slots):
     """Slots on a CUDA device, filled from `buffers` host buffers of one expert each.
 
     All methods are called under the cache's lock; `Stage.wait_writable` alone runs in a reader thread, without it.
@@ -125,15 +157,15 @@ class DeviceArena:
         stage_bytes: int | None = None,
     ) -> None:
         self._device, self._cuda = device, cuda
-        wanted = slots * slot_bytes
-        _preflight(wanted, cuda.mem_get_info(device)[0], f"memory on {device}", slots, slot_bytes)
-        self.tensor = _allocate(wanted, device, slots, slot_bytes).view(slots, slot_bytes)
+        wanted, raw = slots * slot_bytes, stage_bytes or 0
+        check_room(wanted + 2 * raw, cuda.mem_get_info(device)[0], f"memory on {device}", slots, slot_bytes)
+        self.tensor = allocate(wanted, device, slots, slot_bytes).view(slots, slot_bytes)
         # raw rows on the device, one for each stream of copies, where slots keep experts in a layout of their own
-        self._raw = {} if stage_bytes is None else {a: self.tensor.new_empty(stage_bytes) for a in (False, True)}
+        self._raw = {a: allocate(raw, device, slots, slot_bytes) for a in (False, True)} if raw else {}
         self._order = [_SlotOrder() for _ in range(slots)]
         stage_bytes = slot_bytes if stage_bytes is None else stage_bytes
-        self._block = LockedBlock(buffers * whole_pages(stage_bytes), cuda)
-        self.stages = Stages(_rows(self._block.tensor, buffers, stage_bytes))
+        self._block, self.buffers = locked_ring(buffers, whole_pages(stage_bytes), cuda)
+        self.stages = Stages(_rows(self._block.tensor, self.buffers, stage_bytes))
         self._targets: dict[tuple[int, int], Tensor] = {}  # by slot and bytes: a view costs as much as queuing a copy
         self._streams: dict[bool, Any] = {}  # of copies on demand and ahead of it, each made with its first copy
 
@@ -152,29 +184,41 @@ class DeviceArena:
         """Queue the copy of a filled buffer into `slot`, through `packing` where there is one, on the stream of demand
         or, `ahead` of it, on another, behind all work that reads the slot.
         """
-        if ahead not in self._streams:
-            self._streams[ahead] = self._cuda.Stream(self._device)
-        stream = self._streams[ahead]
+        stream = self._stream(ahead)
         with running_on(stream, self._cuda):
             if packing is None:
                 self._publish(slot, stage, stream, lambda: self._copy(slot, stage, nbytes, stream))
             else:
                 self._publish(slot, stage, stream, lambda: self._pack(slot, stage, nbytes, self._raw[ahead], packing))
 
+    def _stream(self, ahead: bool) -> Any:
+        if ahead not in self._streams:
+            self._streams[ahead] = self._cuda.Stream(self._device)
+        return self._streams[ahead]
+
     def _publish(self, slot: int, stage: Stage, stream: Any, bring: Callable[[], None]) -> None:
-        order = self._order[slot]
-        for other, event in order.readers.items():
-            if other != stream.cuda_stream and not event.query():
-                stream.wait_event(event)
+        self._behind_readers(slot, stream)
         try:
             bring()
             event = self._event(stream)
         except BaseException:
             stream.synchronize()  # the buffer may be reused without an event: nothing may still be reading it
             raise
-        order.arrived = event
-        order.readers = {stream.cuda_stream: event}
+        self._order[slot] = _SlotOrder(event, {stream.cuda_stream: event})
         stage.copied = event
+
+    def _behind_readers(self, slot: int, stream: Any) -> None:
+        for other, event in self._order[slot].readers.items():
+            if other != stream.cuda_stream and not event.query():
+                stream.wait_event(event)
+
+    def _overwrite(self, slot: int) -> None:
+        stream = self._stream(False)
+        with running_on(stream, self._cuda):
+            self._behind_readers(slot, stream)
+            self._fill(slot)
+            event = self._event(stream)
+        self._order[slot] = _SlotOrder(event, {stream.cuda_stream: event})
 
     def warm(self, packings: Iterable[Packing]) -> None:
         """Pack into a slot that nobody has yet what lies in the raw row: kernels are compiled and tables made, on the
@@ -247,25 +291,3 @@ class DeviceArena:
 def _rows(block: Tensor, rows: int, nbytes: int) -> Tensor:
     """Buffers that each start on a page: direct reads can be pointed there."""
     return block.view(rows, whole_pages(nbytes))[:, :nbytes]
-
-
-def _allocate(wanted: int, device: torch.device, slots: int, slot_bytes: int) -> UInt8[Tensor, " wanted"]:
-    try:
-        if device.type == "cpu":
-            return host_block(wanted)
-        return torch.empty(wanted, dtype=torch.uint8, device=device)
-    except (MemoryError, OSError, RuntimeError) as error:  # torch's own out-of-memory errors are RuntimeErrors
-        raise LabError(_too_big(wanted, f"{device} refused it", slots, slot_bytes)) from error
-
-
-def _preflight(wanted: int, available: int | None, where: str, slots: int, slot_bytes: int) -> None:
-    """Refuse before allocating: an overcommitted arena would end the process at its first touch, minutes later."""
-    if available is not None and wanted > available:
-        raise LabError(_too_big(wanted, f"only {available:,} bytes of {where} are free", slots, slot_bytes))
-
-
-def _too_big(wanted: int, why: str, slots: int, slot_bytes: int) -> str:
-    return (
-        f"an expert cache of slots={slots} x {slot_bytes:,} bytes wants {wanted:,} bytes, but {why}. "
-        "Lower slots or gib."
-    )

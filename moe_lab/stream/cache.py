@@ -28,7 +28,7 @@ from moe_lab.stream.live_table import LiveTable, follow
 from moe_lab.stream.policy import Policy, make_policy, policy_factory, policy_name
 from moe_lab.stream.reader import ReaderPool
 from moe_lab.stream.requests import WAIT_S, Requests, weakly
-from moe_lab.stream.setup import MemoryPlan, make_arena, make_partitions, open_readers, plan_memory
+from moe_lab.stream.setup import MemoryPlan, make_fitting_arena, make_partitions, open_readers, plan_memory
 from moe_lab.stream.sizing import check_size, check_threads, slots_in
 from moe_lab.stream.slots import distinct, numbers, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
@@ -41,7 +41,8 @@ class ExpertCache(Requests):
     `per_layer`: the slots are split evenly over the layers, each with a policy of its own (a copy of your object, which
     itself stays as it was; `policies` has those at work). `threads` read the file
     (None: as many as `moe-lab calibrate` found best for its disk, else 4). `io`: how, see `stream.access`; `verify`:
-    "sampled" or "strict" checksums, which packed files have. Memory is taken at the first `bind`. Counters: hits and
+    "sampled" or "strict" checksums, which packed files have. `poison` (to find errors): freed slots hold NaN bytes.
+    Memory is taken at the first `bind`; slots that it has no room for are halved, with a warning. Counters: hits and
     misses (experts read), each counted once a request; bytes_read. Safe to use from several threads. Raises LabError
     for options that cannot work.
     """
@@ -56,6 +57,7 @@ class ExpertCache(Requests):
         *,
         io: IoMode = "auto",
         verify: Verify = "off",
+        poison: bool = False,
     ) -> None:
         check_size(slots, gib)
         check_threads(threads)
@@ -64,6 +66,7 @@ class ExpertCache(Requests):
         self._io: IoMode = io
         self._verify: Verify = verify
         self._slots, self._gib, self._per_layer, self._threads = slots, gib, per_layer, threads
+        self._poison = poison
         self._policy = policy
         make_policy(policy)  # refuse an unknown name now, not at the first layer
         self._process = os.getpid()
@@ -152,8 +155,9 @@ class ExpertCache(Requests):
     def bind(self, source: ExpertSource, device: str | torch.device) -> None:
         """Take the memory on `device` and start the readers; again with the same source and device does nothing.
 
-        Raises LabError for a second source or device, and when the memory cannot be had; CheckpointError when the file
-        changed since its header was read.
+        RuntimeWarning for fewer slots than asked for, where memory lacks: `slots` says how many. Raises LabError for a
+        second source or device, and when not even one slot (`per_layer`: one a layer) fits; CheckpointError when the
+        file changed since its header was read.
         """
         where = resolve_device(device)
         with self._lock:
@@ -300,12 +304,16 @@ class ExpertCache(Requests):
     def _build(self, source: ExpertSource, device: torch.device) -> None:
         slots = self._slots if self._gib is None else slots_in(self._gib, source)
         assert slots is not None
-        shares = split_slots(slots, source.layers, self._per_layer)
+        split_slots(slots, source.layers, self._per_layer)  # refuse too few before any memory is taken
         reading = reading_for(source.path)
         threads = reading.threads if self._threads is None else self._threads
         verifier = Verifier(source, self._verify)
-        arena = make_arena(source, slots, threads, device)
+        least = len(source.layers) if self._per_layer else 1
+        arena, slots = make_fitting_arena(source, slots, least, threads, device)
+        shares = split_slots(slots, source.layers, self._per_layer)
         try:
+            if self._poison:
+                arena.poison()
             readers = open_readers(source, threads, self._io)
         except BaseException:
             arena.drop()
@@ -318,5 +326,5 @@ class ExpertCache(Requests):
         self._partitions = list(by_share.values())
         self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
         self._pool, self._verifier, self._io_mode = pool, verifier, readers[0].io_mode
-        self._plan_of_memory = plan_memory(source, slots, threads, device, readers[0].io_mode)
+        self._plan_of_memory = plan_memory(source, slots, threads, arena.buffers, device, readers[0].io_mode)
         self._source, self._device, self._arena, self._slots = source, device, arena, slots

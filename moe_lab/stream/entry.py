@@ -13,7 +13,7 @@ from moe_lab.stream.stages import Stage
 @dataclass(slots=True, eq=False)
 class Hold:
     """Who asked for a group of entries: the thread, how many are not ready yet (it is not woken for less), and the
-    request's number in the log."""
+    request's number, in errors and in the log."""
 
     thread: int
     missing: int = 0
@@ -53,14 +53,16 @@ class Entry:
         return self.ahead and (self.stopped or any(job.back for job in self.jobs or ()))
 
 
-def read_error(source: ExpertSource, key: Key, cause: Exception) -> LabError:
-    """A fresh exception for each waiter: threads that raise one shared object would tangle its traceback."""
-    layer, expert = key
+def read_error(source: ExpertSource, key: Key, cause: Exception, request: int) -> LabError:
+    """A fresh exception for each waiter, with its request's number: threads that raise one shared object would tangle
+    its traceback."""
+    asked = "" if request == NONE else f"request {request}: "
+    who = f"{asked}layer {key[0]} expert {key[1]}"
     if not isinstance(cause, CheckpointError):
-        return LabError(f"{source.path}: layer {layer} expert {expert} could not be read: {cause}")
+        return LabError(f"{source.path}: {who} could not be read: {cause}")
     text = str(cause).removeprefix(f"{cause.file}: ").removeprefix(f"tensor {cause.tensor!r}: ")
     return CheckpointError(
-        cause.file, cause.reason, f"layer {layer} expert {expert}: {text}",
+        cause.file, cause.reason, f"{who}: {text}",
         tensor=cause.tensor, seen=cause.seen, wanted=cause.wanted,
     )  # fmt: skip
 

@@ -54,6 +54,14 @@ class Kind(IntEnum):
     INELIGIBLE = 16  # a layer made no prediction      layer                    [reason, see stream.prediction]
 
 
+_NUMBERS = count(1)
+
+
+def next_number() -> int:
+    """A number that no request and no read of this process has had: one in an error is the same one in a log."""
+    return next(_NUMBERS)
+
+
 class EventLog:
     """A ring of `most` events. `step` is the current step's number, which the driver sets; events carry it."""
 
@@ -63,11 +71,10 @@ class EventLog:
         self.step = 0
         self._ring = bytearray(self.most * _ROW.size)
         self._places = count(1)
-        self._names = count()
 
     def name(self) -> int:
-        """A number that no request and no read of this log has had."""
-        return next(self._names)
+        """A number that no request and no read has had."""
+        return next_number()
 
     def put(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 from moe_lab.stream import journal as note
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.entry import Entry, Hold, read_error
-from moe_lab.stream.events import DEMAND, HIT, LATE, MISS, PREFETCH
+from moe_lab.stream.events import DEMAND, HIT, LATE, MISS, NONE, PREFETCH
 from moe_lab.stream.jobs import AHEAD_BYTES, JOB_BYTES, REQUEST_BYTES, GivenUp, Job, Piece, cut, split_jobs
 from moe_lab.stream.journal import Journal, reader_number
 from moe_lab.stream.policy import Key
@@ -140,9 +140,9 @@ class Partition:
         self._journal.entry(note.DROPPED, entry, nbytes)
         self._remove(entry)
 
-    def advance(self, entry: Entry, *, spread: bool = True) -> bool:
-        """Take the next step that can be taken now; True when the bytes are in place. Raises what made the fill fail.
-        `spread`: several threads may read the one expert; else it is one job, for fewer hand-overs.
+    def advance(self, entry: Entry, *, spread: bool = True, request: int = NONE) -> bool:
+        """Take the next step that can be taken now; True when the bytes are in place. Raises what made the fill fail,
+        with `request`'s number. `spread`: several threads may read the expert; else it is one job: fewer hand-overs.
 
         Any holder may take any step: one that was interrupted leaves its reads and copies to those who joined it.
         """
@@ -151,7 +151,7 @@ class Partition:
         if entry.cause is None and entry.staged:
             self._bring(entry)
         if entry.cause is not None:
-            raise read_error(self._source, entry.key, entry.cause) from entry.cause
+            raise read_error(self._source, entry.key, entry.cause, request) from entry.cause
         return entry.ready
 
     def finish(self, entry: Entry, error: Exception | None) -> bool:
@@ -204,6 +204,8 @@ class Partition:
         self.under_way = {e for e in entries.values() if self._ahead in e.holds}
         idle = {e.key for e in entries.values() if e.ready and not e.holds}
         self.table.repair({e.key for e in entries.values()}, idle)
+        for slot in self.table.free if self._arena.poisoned else ():  # one may be an evicted expert's, unfilled since
+            self._arena.freed(slot)
         for entry in list(entries.values()):
             if entry.jobs is not None and entry.reading:
                 if resubmit:
@@ -219,8 +221,9 @@ class Partition:
     def _place(self, key: Key, holds: set[Hold], *, ahead: bool) -> Entry:
         """A new entry for a key that has just got its slot."""
         slot, read = self.table.resident[key], self._journal.name()
-        if self._journal.log is not None and (old := self.entries.get(slot)) is not None:
+        if (old := self.entries.get(slot)) is not None:
             self._journal.entry(note.EVICTED, old, PREFETCH if ahead else DEMAND, read)
+            self._arena.freed(slot)
         entry = self.entries[slot] = Entry(key, slot, holds, ahead=ahead, read=read)
         return entry
 
@@ -316,6 +319,7 @@ class Partition:
         self._drop_stage(entry)
         del self.entries[entry.slot]
         self.table.forget(entry.key)
+        self._arena.freed(entry.slot)
 
     def _drop_stage(self, entry: Entry) -> None:
         stage, entry.stage = entry.stage, None

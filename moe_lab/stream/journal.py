@@ -23,7 +23,7 @@ class Journal:
         self.log: EventLog | None = None
 
     def name(self) -> int:
-        """A new number for a request or a read; NONE without a log."""
+        """A new number for a read; NONE without a log."""
         return NONE if self.log is None else self.log.name()
 
     def entry(self, kind: int, entry: Entry, value: int = 0, request: int = NONE) -> None:

@@ -5,6 +5,7 @@ bytes asked for; an anonymous map that is registered with CUDA takes what it tak
 """
 
 import mmap
+import resource
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -63,16 +64,26 @@ def available_host_bytes() -> int | None:
         return None
 
 
+def locked_limit_bytes() -> int | None:
+    """What the process may lock by the system's own limit; None without one. A driver may lock more: try it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 class LockedBlock:
     """Page-locked host memory of exactly `nbytes` (whole pages); ordinary memory, with one warning, if locking fails.
 
-    `tensor`: uint8 [nbytes]. `locked`: whether it is. `close` unlocks it; nothing may be copying from it by then.
+    `tensor`: uint8 [nbytes]. `locked`: whether it is; `refused`: why not. `told=False` leaves the warning to the
+    caller. `close` unlocks it; nothing may be copying from it by then. MemoryError, OSError without any memory.
     """
 
-    def __init__(self, nbytes: int, cuda: Any = torch.cuda) -> None:
+    def __init__(self, nbytes: int, cuda: Any = torch.cuda, *, told: bool = True) -> None:
         self.tensor = host_block(nbytes)
         self._cuda = cuda
+        self.refused = ""
         self.locked = nbytes > 0 and self._register(nbytes)
+        if self.refused and told:
+            warnings.warn(f"{self.refused}; copies to the GPU will be slower.", RuntimeWarning, stacklevel=2)
 
     @property
     def locked_bytes(self) -> int:
@@ -108,6 +119,7 @@ class LockedBlock:
             torch.empty(1, device="cuda").zero_()
 
     def _not_locked(self, nbytes: int, reason: str) -> bool:
-        told = f"page-locking {nbytes:,} bytes failed ({reason}); copies to the GPU will be slower."
-        warnings.warn(told, RuntimeWarning, stacklevel=4)
+        limit = locked_limit_bytes()
+        told = "" if limit is None or limit >= nbytes else f", where `ulimit -l` allows {limit:,}"
+        self.refused = f"page-locking {nbytes:,} bytes failed ({reason}){told}"
         return False

@@ -16,7 +16,7 @@ from typing import Any
 from moe_lab.errors import LabError
 from moe_lab.files import replace_file
 from moe_lab.stream.joined import Readable
-from moe_lab.stream.manifest import VERSION, describe, head_bytes
+from moe_lab.stream.manifest import MAGIC, VERSION, describe, head_bytes
 from moe_lab.stream.memory import host_block, whole_pages
 from moe_lab.stream.packed import sha256_of
 from moe_lab.stream.source import ExpertSource
@@ -45,8 +45,10 @@ def pack(
     """Write all experts of `source` to `path`, layer after layer; within a layer by `order`, else by number.
 
     `told(rows done, rows)` is called after each row. LabError, and nothing left behind, when an order is no permutation
-    or the disk refuses; what stood at `path` stays until the new file is whole and on the disk.
+    or the disk refuses; what stood at `path` stays until the new file is whole and on the disk, and for good, with a
+    LabError, where it is no packed file: a model, a trace, somebody's notes.
     """
+    _keep_others(Path(path))
     if source.model_hash is None:
         raise LabError(f"{source.path}: a packed file names its model by its hash, and this source has none.")
     rows = _row_order(source, order or {})
@@ -59,6 +61,15 @@ def pack(
     end = _place(source, rows, layers, len(head_bytes(_named(value))))
     out = replace_file(Path(path), lambda part: _write(part, source, rows, value, end, told))
     return Packed(out, len(rows), end, time.perf_counter() - begin)
+
+
+def _keep_others(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+    if head != MAGIC:
+        raise LabError(f"{path} exists and is no packed file (it begins {head!r}); name another, or remove it first.")
 
 
 def _row_order(source: ExpertSource, order: Order) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from moe_lab.stream import journal as note
 from moe_lab.stream.ahead import Line
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.entry import Entry, Hold
-from moe_lab.stream.events import BEGUN, IN_LINE, NONE, RESIDENT, UNDER_WAY
+from moe_lab.stream.events import BEGUN, IN_LINE, NONE, RESIDENT, UNDER_WAY, next_number
 from moe_lab.stream.fills import Partition
 from moe_lab.stream.interval import short_switches
 from moe_lab.stream.journal import Journal
@@ -61,7 +61,7 @@ class Requests:
         part = self._by_layer[lease.layer]
         lease.spread = lease.hold.missing < 2 * len(self._pool.threads)  # of more, every thread has whole ones to read
         for entry in lease.entries:
-            part.advance(entry, spread=lease.spread)
+            part.advance(entry, spread=lease.spread, request=lease.hold.request)
             if entry.jobs is None:
                 self._short.append((lease, entry))
         arrived = [entry.ready and self._arena.arrived(entry.slot) for entry in lease.entries]
@@ -79,7 +79,7 @@ class Requests:
                 f"layer {lease.layer} asks for {len(keys)} experts at once, but the cache has {len(part.table.slots)} "
                 "slots for it. Ask in waves (cache.waves(experts)) or give it more slots."
             )
-        lease.hold.request = self._journal.name()
+        lease.hold.request = next_number()
         self._journal.request(note.ASKED, lease.layer, lease.hold.request, len(keys))
         deadline = time.monotonic() + timeout_s
         while (planned := part.plan(lease.hold, keys)) is None:
@@ -95,7 +95,8 @@ class Requests:
         """Wait until every expert is in place; work on the current stream waits for what is still being copied."""
         assert self._arena is not None
         part, pending = self._by_layer[lease.layer], lease.pending
-        while pending := [entry for entry in pending if not part.advance(entry, spread=lease.spread)]:
+        how = {"spread": lease.spread, "request": lease.hold.request}
+        while pending := [entry for entry in pending if not part.advance(entry, **how)]:
             self._wait(lease, note.BYTES_WAIT, None)
         self._arena.enter([entry.slot for entry in lease.pending])
         lease.pending = []
@@ -155,7 +156,7 @@ class Requests:
             lease, entry = self._short[0]
             if lease.hold in entry.holds and entry.jobs is None and entry.cause is None:
                 try:
-                    self._by_layer[lease.layer].advance(entry, spread=lease.spread)
+                    self._by_layer[lease.layer].advance(entry, spread=lease.spread, request=lease.hold.request)
                 except Exception:  # its holder meets it too, where somebody can be told
                     self._changed.notify_all()
                 if entry.jobs is None and entry.cause is None:
@@ -242,7 +243,8 @@ class Requests:
         if alone or time.monotonic() >= deadline:
             why = "and this thread holds them itself" if alone else f"and none got free in {timeout_s:g} s"
             raise LabError(
-                f"cache full: {part.held} in use of slots={slots}, {why}; layer {lease.layer} asks for {wanted}. "
+                f"cache full: {part.held} in use of slots={slots}, {why}; layer {lease.layer} asks for {wanted} "
+                f"(request {lease.hold.request}). "
                 "End a lease first or give the cache more slots."
             )
 

@@ -1,6 +1,7 @@
 """What stands behind a cache once it is bound: slots, memory, readers and checks, built together or not at all."""
 
 import resource
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from moe_lab.stream.journal import Journal
 from moe_lab.stream.memory import whole_pages
 from moe_lab.stream.policy import Policy
 from moe_lab.stream.reader import ReaderPool
+from moe_lab.stream.room import NoRoom
 from moe_lab.stream.slots import SlotTable
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.verify import Verifier
@@ -48,13 +50,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    source: ExpertSource, slots: int, threads: int, device: torch.device, io_mode: str = "direct"
+    source: ExpertSource, slots: int, threads: int, buffers: int, device: torch.device, io_mode: str
 ) -> MemoryPlan:
-    """The plan for `slots` slots of `source` on `device`, read by `threads` as `io_mode` says."""
+    """The plan for `slots` slots of `source` on `device`, read by `threads` as `io_mode` says, through `buffers`."""
     on_host = device.type == "cpu"
-    buffers = (threads + SPARE_BUFFERS) * whole_pages(source.stage_bytes)
-    ring = 0 if on_host else buffers
-    raw = 0 if source.layout == RAW else buffers if on_host else 2 * source.stage_bytes
+    staged = buffers * whole_pages(source.stage_bytes)
+    ring = 0 if on_host else staged
+    raw = 0 if source.layout == RAW else staged if on_host else 2 * source.stage_bytes
     scratch = threads * SCRATCH_BYTES if "direct" in io_mode else 0
     return MemoryPlan(slots, source.slot_bytes, slots * source.slot_bytes, ring, scratch, on_host, raw)
 
@@ -67,8 +69,36 @@ def make_arena(source: ExpertSource, slots: int, threads: int, device: torch.dev
     if device.type == "cpu":
         return PackingHostArena(slots, size, source.stage_bytes, buffers)
     arena = DeviceArena(slots, size, device, buffers=buffers, stage_bytes=source.stage_bytes)
-    arena.warm(packing for layer in source.layers if (packing := source.packing(layer)) is not None)
+    try:
+        arena.warm(packing for layer in source.layers if (packing := source.packing(layer)) is not None)
+    except BaseException:
+        arena.drop()
+        raise
     return arena
+
+
+def make_fitting_arena(
+    source: ExpertSource, slots: int, least: int, threads: int, device: torch.device
+) -> tuple[HostArena | DeviceArena, int]:
+    """Memory for `slots` slots, and how many it is for: where it cannot be had, for half as many and so on, with one
+    RuntimeWarning. LabError, nothing taken, when not even `least` fit.
+    """
+    count, why = slots, ""
+    while True:
+        try:
+            arena = make_arena(source, count, threads, device)
+            break
+        except NoRoom as error:
+            why = why or error.why
+        if count <= least:
+            told = why if least == slots else f"{why}, and the least, slots={least}, does not fit either"
+            raise NoRoom(slots, source.slot_bytes, slots * source.slot_bytes, told)
+        count = max(least, count // 2)
+    if count < slots:
+        size = source.slot_bytes
+        wanted, got = (f"slots={n} ({n * size:,} bytes)" for n in (slots, count))
+        warnings.warn(f"the expert cache wanted {wanted} and got {got}: {why}.", RuntimeWarning, stacklevel=4)
+    return arena, count
 
 
 def open_readers(source: ExpertSource, threads: int, io: IoMode) -> list[Readable]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.stream import arena, requests
+from moe_lab.stream import requests, room
 from moe_lab.stream.access import serves_direct
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.faults import FaultyReads
@@ -148,7 +148,7 @@ class TestAllOrNothing:
         before = self.left()
         with ExpertCache(slots=3) as cache:
             with monkeypatch.context() as patch:
-                patch.setattr(arena, "host_block", _refuse(MemoryError("no")))
+                patch.setattr(room, "host_block", _refuse(MemoryError("no")))
                 with pytest.raises(LabError, match="cpu refused it"):
                     cache.bind(file, "cpu")
             assert self.left() == before

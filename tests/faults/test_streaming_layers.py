@@ -68,7 +68,10 @@ def test_s16_the_bits_of_the_resident_layer(
         pytest.skip("this file system serves no direct reads")
     if not from_packed:
         how = {**how, "verify": "off"}  # a model file has no checksums
-    with lab.open(lab.sample(), packed=packed if from_packed else None) as ckpt, lab.ExpertCache(slots, **how) as cache:
+    with (
+        lab.open(lab.sample(), packed=packed if from_packed else None) as ckpt,
+        lab.ExpertCache(slots, poison=True, **how) as cache,
+    ):
         layer = ckpt.layer(LAYER, cache=cache)
         for number, wanted in enumerate(resident_pairs):
             if ahead:

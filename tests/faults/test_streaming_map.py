@@ -11,8 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "docs" / "streaming.md"
 FAULTS = ("S01", "S02", "S04", "S05", "S07", "S08", "S10", "S11", "S13", "S14", "S16", "S17", "S19")
 MODES = (
-    "short read", "EIO", "truncated file", "checksum", "slow disk", "slot evicted", "eviction of", "duplicate keys",
+    "short read", "EIO", "truncated file", "checksum", "slow disk", "slot evicted", "poison of", "eviction of",
+    "duplicate keys",
     "more distinct experts", "prefetch races", "a fill that fails", "cancellation", "shutdown", "memory refused",
+    "memory too small", "the limit of locked memory",
     "a swallowed asynchronous error", "wrong but plausible bytes", "memory beyond", "drift",
 )  # fmt: skip
 

@@ -65,13 +65,16 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """Page-locking: address -> bytes of what is locked; `code` is what the next locking returns."""
+    """Page-locking: address -> bytes of what is locked; `code` is what locking returns; 2 beyond `most` bytes."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         self.code = 0
+        self.most = 1 << 62
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if sum(self.locked.values()) + nbytes > self.most:
+            return 2
         if self.code == 0:
             assert address % 4096 == nbytes % 4096 == 0
             self.locked[address] = nbytes
@@ -142,6 +145,9 @@ class LateArena(DeviceArena):
         assert stage.tensor is not None
         source, target = stage.tensor[:nbytes], self.tensor[slot, :nbytes]
         stream.queue.append(lambda: target.copy_(source))
+
+    def _fill(self, slot: int) -> None:
+        self._cuda.current.queue.append(lambda: DeviceArena._fill(self, slot))
 
     def _pack(self, slot: int, stage: Stage, nbytes: int, raw: torch.Tensor, packing: Packing) -> None:
         self._cuda.current.queue.append(lambda: DeviceArena._pack(self, slot, stage, nbytes, raw, packing))

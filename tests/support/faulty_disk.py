@@ -34,7 +34,8 @@ class Disk:
 
 @contextmanager
 def bound(source: ExpertSource, **how) -> Iterator[ExpertCache]:
-    with ExpertCache(**how) as cache:
+    """A cache on the host whose freed slots hold NaN bytes, unless told otherwise."""
+    with ExpertCache(**{"poison": True, **how}) as cache:
         cache.bind(source, "cpu")
         yield cache
 

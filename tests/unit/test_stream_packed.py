@@ -204,7 +204,7 @@ class TestWriting:
 
     def test_what_was_there_stays_until_the_new_file_is_whole(self, source: ExpertSource, tmp_path: Path):
         out = tmp_path / "x.experts"
-        out.write_bytes(b"old")
+        out.write_bytes(MAGIC + b"old")
 
         def stop(done: int, rows: int) -> None:
             if done == 11:
@@ -212,7 +212,7 @@ class TestWriting:
 
         with pytest.raises(KeyboardInterrupt):
             pack(source, out, told=stop)
-        assert (self.left(tmp_path), out.read_bytes()) == (["x.experts"], b"old")
+        assert (self.left(tmp_path), out.read_bytes()) == (["x.experts"], MAGIC + b"old")
         files = len(os.listdir("/proc/self/fd"))
         pack(source, out)
         assert list(wrong_rows(PackedSource(out))) == []
@@ -310,3 +310,18 @@ def test_the_checksums_are_the_plain_ones(packed: PackedSource):
     rows = packed.manifest.layers[1]
     for expert, at in enumerate(rows.offsets):
         assert zlib.crc32(data[at : at + rows.row_bytes]) == packed.checksum(1, expert)
+
+
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_what_is_no_packed_file_is_never_replaced(tmp_path: Path, through: str) -> None:
+    """`moe-lab pack m.gguf -o m.gguf` once left nothing of the model."""
+    model = tmp_path / "m.gguf"
+    model.write_bytes(lab.sample().read_bytes())
+    named = model
+    if through == "a link":
+        named = tmp_path / "link.gguf"
+        named.symlink_to(model)
+    before = model.read_bytes()
+    with lab.open(named) as ckpt, pytest.raises(LabError, match="exists and is no packed file"):
+        pack(ckpt.expert_source, model)
+    assert model.read_bytes() == before

@@ -54,6 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.source = self.shared_source
         self.arena = self.make_arena(self.source.slot_bytes)
+        self.arena.poison()  # who reads a slot that nobody owns sees NaN bytes
         self.jobs: list[Job] = []
         self.begun: list[Job] = []
         table = SlotTable(range(SLOTS), LRU())
