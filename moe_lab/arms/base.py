@@ -276,8 +276,8 @@ class PlannedWork:
 
 
 def batched_schedule(plan: ExpertPlan) -> Schedule:
-    """All groups in one step, experts ascending. Reads the plan back to the host."""
-    counts = plan.counts.tolist()
+    """All groups in one step, experts ascending. Reads the plan back to the host, if any token is there."""
+    counts = plan.counts.tolist() if len(plan.token) else []
     groups, first = [], 0
     for expert, rows in enumerate(counts):
         if rows:

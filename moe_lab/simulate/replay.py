@@ -37,8 +37,11 @@ def check_policies(policies: Sequence[AnyPolicy]) -> None:
         bound = isinstance(policy, str) and policy in BOUNDS
         kind = policy if bound else type(policy_factory(policy)())
         name = policy_name(policy)
-        if known.setdefault(name, kind) is not kind or (name in BOUNDS and not bound):
+        if known.get(name) is kind:
+            raise LabError(f"eviction policy {name!r} is named twice: its rows would be added up.")
+        if name in known or (name in BOUNDS and not bound):
             raise LabError(f"two eviction policies are called {name!r}; give yours a `name` of its own.")
+        known[name] = kind
 
 
 def _table(

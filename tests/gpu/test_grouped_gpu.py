@@ -106,7 +106,7 @@ def test_biases_by_expert_and_weights_inside(format: str, how: Gate) -> None:
     got, want = (case.gated(op, how=how, biases=biases) for op in
                  (grouped_gemm.grouped_gate_up, grouped_gemm.grouped_gate_up_ref))  # fmt: skip
     assert nmse(got.view, want.view) <= tol("store/bf16")
-    assert nmse(want.view, case.gated(how=how).view) > 100 * tol("store/bf16")
+    assert nmse(want.view, case.gated(how=how).view) > 10 * tol("store/bf16")
     plain, ref = (case.product(op, bias=biases[0]) for op in
                   (grouped_gemm.grouped_product, grouped_gemm.grouped_product_ref))  # fmt: skip
     assert nmse(plain.view, ref.view) <= tol("grouped/product")

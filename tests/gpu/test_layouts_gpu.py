@@ -26,7 +26,8 @@ def test_a_layer_has_the_same_bits_by_every_route(layout: str, formats: tuple[st
     assert all(torch.equal(a.data, b.to_raw().data) for a, b in zip(
         raw.experts.by_slot.parts.values(), layer.experts.by_slot.parts.values(), strict=True))  # fmt: skip
     want = layer(x, "gemv").out
-    assert nmse(want.cpu(), raw(x, "reference").out.cpu()) <= tol("gemv/layer")
+    row = "gemv/q4_0 layer" if "q4_0" in formats else "gemv/layer"
+    assert nmse(want.cpu(), raw(x, "reference").out.cpu()) <= tol(row)
     for options in ({"routing": "device"}, {"shared": "fused"}, {"shared": "side"}, {"chunk_rows": 3}):
         assert torch.equal(layer(x, "gemv", options=lab.Options(**options)).out, want), options
     assert all(torch.equal(layer(x[t : t + 1], "table").out, want[t : t + 1]) for t in range(len(x)))

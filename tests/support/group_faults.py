@@ -1,7 +1,8 @@
 """Rows of the fault table about groups of rows, as layers on any device. Where the others are tested: G05, G14, G22 and
-G23 in `faults/test_layer_formulas`, G07 and G08 in `kernels/test_grouped_gemm` and `test_gemv_bounds`, G10, G11 and G16 in
-`gpu/test_grouped_gpu`, `test_gemv_float_gpu` and `test_kernels_gpu`, G13 and G19 in `test_many_tokens` and
-`test_fresh_processes`."""
+G23 in `faults/test_layer_formulas`; G07 and G08 in `kernels/test_grouped_gemm` and `test_gemv_bounds`; G10, G11 and G16
+in `gpu/test_grouped_gpu`, `test_gemv_float_gpu`, `test_kernels_gpu`; G13 and G19 in `test_many_tokens` and
+`test_fresh_processes`.
+"""
 
 import torch
 

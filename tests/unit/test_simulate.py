@@ -168,8 +168,12 @@ class TestTable:
 
         trace = one_layer(*[0, 1, 2, 3] * 25)
         mine = Newest()
-        table = counts(simulate(trace, 3, ["lru", mine, Newest, "belady"]))
-        assert table["newest"][1] == 2 * table["belady"][1]  # given twice: as an object and as a class
+        for form in (mine, Newest):  # as an object and as a class
+            table = counts(simulate(trace, 3, ["lru", form, "belady"]))
+            assert table["newest"][1] == table["belady"][1]
+        for twice in ([mine, Newest], ["lru", "lru"], ["belady", "belady"]):
+            with pytest.raises(LabError, match="is named twice"):
+                simulate(trace, 3, twice)
         assert not mine._order  # the object itself was only a pattern
 
 
