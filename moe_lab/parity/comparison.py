@@ -13,7 +13,7 @@ import numpy as np
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import ARMS, Arm, layer_tolerance
 from moe_lab.arms.guard import is_own
-from moe_lab.arms.table import split_layout, with_layout
+from moe_lab.arms.table import split_layout
 from moe_lab.bench.laid import laid
 from moe_lab.distance import bits, nmse, ulp_distance
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
@@ -92,7 +92,8 @@ def _run_all(
             errors.append(error)
             ended[arm_name(arm)] = _failed(arm_name(arm), error)
             continue
-        name = y.arm if own is layer else with_layout(y.arm, own.experts.layout)
+        # not `with_layout`: on a layer of planes, raw is a layout to be named
+        name = y.arm if own is layer else f"{y.arm}@{own.experts.layout}"
         if name in ended:
             raise LabError(f"arm {name!r} was named twice; name each arm once.")
         ran[name], ended[name] = (y, found), None

@@ -161,6 +161,12 @@ def test_comparisons_and_benchmarks_name_layouts(
     assert laid(raw, "gemv@tiles")[0] is layer, "repacked once"
 
 
+def test_raw_is_named_where_it_is_not_the_layers_own(raw: MoELayer) -> None:
+    report = lab.compare(raw.repacked("planar"), decode_rows(2), ["gemv", "gemv@raw", "gemv@tiles"])
+    assert list(report.outputs) == ["gemv", "gemv@raw", "gemv@tiles"]
+    assert report.attribution is not None
+
+
 def test_names_of_arms_in_layouts() -> None:
     assert [with_layout("gemv", layout) for layout in LAYOUTS] == ["gemv", "gemv@planar", "gemv@tiles"]
     assert split_layout("gemv@tiles") == ("gemv", "tiles")
