@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.variants.facts import Machine
 from tools.variants.table import Found, Key, Row, compiled, found, is_current, read, sampled, write
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "sm_90" / "kernels.csv"
@@ -65,11 +66,17 @@ def _check(wanted: Mapping[Key, Found], known: Mapping[Key, Row], given: argpars
     print(f"{len(again)} compiled again, {len(stale)} of them because their text, or the compiler, is another")
     for row in compiled({key: wanted[key] for key in again}, given.processes):
         was = known[row.key].machine
-        if row.machine != was:
+        if _limits(row.machine) != _limits(was):
             wrong.append(f"another than in the table: {' '.join(row.key)}: {row.machine}, was {was}")
     if wrong:
         print("make kernels writes the table anew; a variant that spills wants another tile.")
     return wrong
+
+
+def _limits(machine: Machine) -> tuple[int, int, int]:
+    """What is compared. The code's size is told, not compared: of 133 variants compiled twice from one text, 11 came
+    out 128 bytes longer or shorter, with the same registers."""
+    return machine.registers, machine.shared_bytes, machine.spill_bytes
 
 
 def _spill(row: Row) -> str:
