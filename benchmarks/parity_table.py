@@ -21,7 +21,7 @@ import torch
 import moe_lab as lab
 from moe_lab.activations import Inputs
 from moe_lab.bench.runner import measured_on
-from moe_lab.distance import bits, nmse
+from moe_lab.numerics.distance import bits, nmse
 from moe_lab.parity import draw, exact_layer, wide_layer
 from moe_lab.routing import Routing
 from moe_lab.stream.provider import ResidentExperts

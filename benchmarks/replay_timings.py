@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 import moe_lab as lab
-from moe_lab.environment import driver, environment
 from moe_lab.replay import overhead, run, summary, waterfall
+from moe_lab.system.environment import driver, environment
 from moe_lab.timing import record
 
 SLOTS, FILE = 48, Path(__file__).resolve().parents[1] / "data" / "lab-42m.gguf"

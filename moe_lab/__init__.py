@@ -9,7 +9,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.interrupt import arm as _arm
+from moe_lab.system.interrupt import arm as _arm
 
 _arm()  # before the import that takes seconds
 # Everything here works on tensors; loading torch now keeps its 200 MB out of what opening a file seems to cost.
@@ -46,7 +46,7 @@ _PUBLIC = {
     "errors": "errors",
     "explore": "explore",
     "hf": "hf",
-    "matmul": "matmul:matmul",
+    "matmul": "numerics.matmul:matmul",
     "models": "models",
     "open": "open:open",
     "plan": "routing:plan",
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from moe_lab.export import write_gguf
     from moe_lab.formats import FORMATS, Arithmetic, QuantTensor, quantize
     from moe_lab.layer import MoELayer, MoEOutput, Options
-    from moe_lab.matmul import matmul
+    from moe_lab.numerics.matmul import matmul
     from moe_lab.open import open
     from moe_lab.parity import compare
     from moe_lab.replay import replay

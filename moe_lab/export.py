@@ -16,12 +16,12 @@ from moe_lab.checks import wants, wants_path, wants_whole
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import Family, FileRow, FileSetting, When, get_family
 from moe_lab.families.row import NORMS
-from moe_lab.files import replace_file
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.open import open as open_checkpoint
 from moe_lab.spec import MoESpec
 from moe_lab.stream.provider import ResidentExperts
+from moe_lab.system.files import replace_file
 
 
 def write_gguf(

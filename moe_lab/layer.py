@@ -17,7 +17,6 @@ from moe_lab.arms.fused import FusedStack
 from moe_lab.block import router_logits
 from moe_lab.card import byte_size, card
 from moe_lab.checks import wants_whole
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution.call import Execution
 from moe_lab.execution.capture import CapturedLayer, Inputs, check_capture
@@ -31,7 +30,8 @@ from moe_lab.stream.prediction import Successor
 from moe_lab.stream.provider import ResidentExperts, StreamedExperts
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.table_experts import TableExperts
-from moe_lab.threads import threads_for
+from moe_lab.system.devices import resolve_device
+from moe_lab.system.threads import threads_for
 from moe_lab.timing import Timing, emit
 from moe_lab.weights import (
     Latent,

@@ -14,7 +14,6 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.checks import wants_whole
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.execution.parts import Experts
 from moe_lab.formats import Planar, QuantTensor, Tiled
@@ -22,6 +21,7 @@ from moe_lab.formats import transposed as turned
 from moe_lab.open import Checkpoint
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.provider import StreamedExperts
+from moe_lab.system.devices import resolve_device
 from moe_lab_kernels import backend
 
 TIMES = 5

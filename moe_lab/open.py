@@ -25,7 +25,6 @@ from moe_lab.checkpoint.names import Stored
 from moe_lab.checkpoint.rawfile import ReadCall
 from moe_lab.checkpoint.slices import ROUTED, expert_slices
 from moe_lab.checks import wants, wants_path
-from moe_lab.devices import resolve_device
 from moe_lab.errors import CheckpointError, LabError
 from moe_lab.families import FAMILIES, Family, get_family
 from moe_lab.formats import QuantTensor
@@ -36,6 +35,7 @@ from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.prediction import Successor
 from moe_lab.stream.source import ExpertSource
+from moe_lab.system.devices import resolve_device
 
 AUTO = "auto"
 

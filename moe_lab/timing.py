@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from moe_lab.card import card
-from moe_lab.devices import current_stream
 from moe_lab.errors import LabError, MissingExtra
+from moe_lab.system.devices import current_stream
 from moe_lab.trace import RoutingTrace, TraceWriter
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from functools import lru_cache
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
+from moe_lab.system.devices import current_stream
 
 SMALLEST = 512
 KEEP_BYTES = 64 << 20

@@ -7,8 +7,8 @@ import numpy as np
 
 from moe_lab.activations.record import Activations
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.files import replace_file
-from moe_lab.npz import optional_array, read_npz
+from moe_lab.system.files import replace_file
+from moe_lab.system.npz import optional_array, read_npz
 
 
 def read(file: Path) -> Activations:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from moe_lab.environment import cpu_name
 from moe_lab.errors import LabError
 from moe_lab.formats.layouts import RAW, check_layout
 from moe_lab.spec import MoESpec
-from moe_lab.user_cache import cache_folder, read_json, slug, write_json
+from moe_lab.system.environment import cpu_name
+from moe_lab.system.user_cache import cache_folder, read_json, slug, write_json
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "tables"

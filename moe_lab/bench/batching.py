@@ -13,10 +13,10 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import Arm
 from moe_lab.bench.measure_arm import expect_arms
-from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.layer import MoELayer
 from moe_lab.strategies import STRATEGIES, Prefilled, Strategy, as_strategy, prefill
+from moe_lab.system.environment import environment
 
 if TYPE_CHECKING:
     import pandas as pd

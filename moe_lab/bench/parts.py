@@ -24,11 +24,11 @@ from moe_lab.arms.gemv_float import kind_of
 from moe_lab.arms.guard import is_own
 from moe_lab.arms.mmq import Mmq
 from moe_lab.block import router_logits
-from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.formats import quantize_activations
 from moe_lab.layer import MoELayer
 from moe_lab.routing import plan, route
+from moe_lab.system.environment import environment
 from moe_lab_kernels.backend import backend_of
 from moe_lab_kernels.rows import combine
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from moe_lab.bench.runner import bandwidth_gb_per_s, time_calls
-from moe_lab.devices import resolve_device
-from moe_lab.environment import cpu_name, driver
 from moe_lab.errors import LabError
 from moe_lab.formats import FORMATS, ScaledFormat
-from moe_lab.user_cache import cache_folder, read_json, slug, write_json
+from moe_lab.system.devices import resolve_device
+from moe_lab.system.environment import cpu_name, driver
+from moe_lab.system.user_cache import cache_folder, read_json, slug, write_json
 
 VERSION = 1
 FP8_WEIGHTS = ("fp8_block", "mxfp8", "nvfp4_modelopt", "nvfp4_ct")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_lab.environment import driver, environment
 from moe_lab.errors import LabError
+from moe_lab.system.environment import driver, environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from moe_lab.bench.harness import measure
 from moe_lab.bench.roof import roof
 from moe_lab.bench.weights import SERVED, format_label, split_format
 from moe_lab.bench.workloads import SHAPES
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.formats.layouts import REPACKED
 from moe_lab.runs import Case, Record, Run, Status
-from moe_lab.user_cache import slug
+from moe_lab.system.devices import resolve_device
+from moe_lab.system.user_cache import slug
 
 EQUAL = 1.03
 ABOUT = ("driver", "torch", "triton", "commit", "moe_lab", "date")

@@ -21,9 +21,9 @@ from moe_lab.bench.launches import Job, jobs
 from moe_lab.bench.runner import time_calls
 from moe_lab.bench.weights import SERVED, unfit
 from moe_lab.bench.workloads import SHAPES
-from moe_lab.environment import driver, environment
 from moe_lab.errors import LabError
-from moe_lab.user_cache import slug
+from moe_lab.system.environment import driver, environment
+from moe_lab.system.user_cache import slug
 from moe_lab_kernels.backend import record_launches
 from moe_lab_kernels.launch import ahead
 from moe_lab_kernels.launch.schema import KERNELS

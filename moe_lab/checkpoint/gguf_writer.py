@@ -12,8 +12,8 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.checks import wants, wants_path
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
-from moe_lab.files import replace_file
 from moe_lab.formats import QuantTensor
+from moe_lab.system.files import replace_file
 
 LONGEST_NAME = 63  # ggml keeps names in 64 bytes, the last one 0
 _PLAIN = (torch.float32, torch.float16, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64)

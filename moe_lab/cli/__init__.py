@@ -6,7 +6,7 @@ Exit codes: 0 fine, 1 the answer is "no", 2 bad input or usage, then with exactl
 import sys
 
 from moe_lab.errors import MissingExtra
-from moe_lab.interrupt import STOPPED, disarm
+from moe_lab.system.interrupt import STOPPED, disarm
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from moe_lab.cli import refuse
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.interrupt import STOPPED
+from moe_lab.system.interrupt import STOPPED
 
 try:
     import typer
@@ -25,7 +25,7 @@ File = Annotated[Path, typer.Argument(help="A GGUF, a safetensors file, its inde
 def _version(asked: bool) -> bool:
     """Print the version and stop where that was asked; typer hands what comes back on as the option's value."""
     if asked:
-        from moe_lab.environment import environment
+        from moe_lab.system.environment import environment
 
         print(f"moe-lab {environment()['moe_lab']}")
         raise typer.Exit

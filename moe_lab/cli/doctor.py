@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.environment import environment
+from moe_lab.system.environment import environment
 
 EXTRAS = {
     "pandas": ("lab", "tables and recordings"),

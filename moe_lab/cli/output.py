@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moe_lab.environment import environment
+from moe_lab.system.environment import environment
 
 
 def emit(

@@ -8,7 +8,6 @@ from typing import Any
 from moe_lab.activations import Inputs
 from moe_lab.bench.laid import laid
 from moe_lab.cli.run import layer_numbers
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
 from moe_lab.open import Checkpoint
@@ -18,6 +17,7 @@ from moe_lab.parity.comparison import compare
 from moe_lab.parity.next_layer import NextLayer
 from moe_lab.parity.report import ParityReport
 from moe_lab.runs import Status
+from moe_lab.system.devices import resolve_device
 
 BOUNDED = ("nmse_ab", "nmse_a", "nmse_b", "max_ulp", "p999_ulp", "flip_share")
 SHOWN = {"nmse_ab": ".1e", "nmse_a": ".1e", "nmse_b": ".1e", "equal_share": ".1%", "flip_share": ".2%"}

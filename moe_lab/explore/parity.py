@@ -7,10 +7,10 @@ from typing import Any
 
 from moe_lab._types import Tensor
 from moe_lab.arms import Arm
-from moe_lab.distance import error_bins
 from moe_lab.errors import LabError
 from moe_lab.explore.grid import GridExplorer
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.distance import error_bins
 from moe_lab.plots import parity as plot_parity
 from moe_lab.plots.style import LabFigure, plt, style
 

@@ -9,10 +9,10 @@ import torch
 from moe_lab._types import Tensor
 from moe_lab.card import byte_size, card
 from moe_lab.checks import came, wants, wants_tensor, wants_whole, wants_wholes
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats.base import IntegerForm, WeightFormat, expect_rows
 from moe_lab.formats.scaled import Flaw, Parts, ScaledFormat, first_true
+from moe_lab.system.devices import resolve_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Do arms agree, by how much, where, and why not: `lab.compare` and what stands behind its report."""
 
-from moe_lab.distance import bits, nmse
+from moe_lab.numerics.distance import bits, nmse
 from moe_lab.parity.attribution import Choice, attribute, shapley
 from moe_lab.parity.block_errors import error_map, product_errors
 from moe_lab.parity.carry import Between, between, tokens_of, walk

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moe_lab._types import Tensor
-from moe_lab.distance import nmse
 from moe_lab.errors import MissingExtra
+from moe_lab.numerics.distance import nmse
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,11 +8,11 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.analysis.frames import frame
 from moe_lab.checks import wants_whole
-from moe_lab.emulation import quantize_for
 from moe_lab.errors import LabError
 from moe_lab.execution.options import Options
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.emulation import quantize_for
 from moe_lab.parity.emulated import emulate_layer
 from moe_lab.parity.layer_attribution import side
 from moe_lab.parity.setting import Setting

@@ -15,9 +15,9 @@ from moe_lab.arms import ARMS, Arm, layer_tolerance
 from moe_lab.arms.guard import is_own
 from moe_lab.arms.table import split_layout
 from moe_lab.bench.laid import laid
-from moe_lab.distance import bits, nmse, ulp_distance
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.layer import MoELayer, MoEOutput, Options
+from moe_lab.numerics.distance import bits, nmse, ulp_distance
 from moe_lab.parity.exact import exact_layer
 from moe_lab.parity.layer_attribution import side
 from moe_lab.parity.next_layer import NextLayer

@@ -1,6 +1,6 @@
 """A layer under any mix of the numeric choices: an arm whose products are emulated, and the layer around it.
 
-Routing, plan, fetching and combining are the layer's own; the products come from `moe_lab.emulation`. Slower than an
+Routing, plan, fetching and combining are the layer's own; the products come from `numerics.emulation`. Slower than an
 arm, and with an arm's own choices equal to it but for the order in which the arm's own path adds.
 """
 
@@ -13,10 +13,10 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import ArmContext, ExpertStack, Group, Schedule
 from moe_lab.arms.base import activate, lacks_kernel
-from moe_lab.emulation import emulate
 from moe_lab.execution.options import Options
 from moe_lab.formats import Arithmetic
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.emulation import emulate
 from moe_lab.parity.setting import STORES, Mixed, Setting
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec

@@ -16,10 +16,10 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.analysis.frames import frame
 from moe_lab.checks import wants_whole
-from moe_lab.emulation import quantize_for
 from moe_lab.execution.options import Options
 from moe_lab.formats import Arithmetic, QuantRows, QuantTensor
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.emulation import quantize_for
 from moe_lab.parity.emulated import emulate_layer
 from moe_lab.parity.layer_attribution import side
 from moe_lab.parity.setting import Setting, kind_of

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from moe_lab._types import Float, Tensor
 from moe_lab.arms import ARMS
 from moe_lab.arms.table import split_layout
-from moe_lab.emulation import emulate
 from moe_lab.execution.options import Options
 from moe_lab.execution.parts import pick_shared_arm
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.emulation import emulate
 from moe_lab.parity.attribution import MOST, attribute
 from moe_lab.parity.emulated import Memo, emulate_layer
 from moe_lab.parity.exact import exact_layer

@@ -8,10 +8,10 @@ from moe_lab._types import Tensor
 from moe_lab.arms import ArmContext
 from moe_lab.arms.base import activate
 from moe_lab.block import routed_rows
-from moe_lab.emulation import emulate_rows, quantize_for
 from moe_lab.execution.options import Options
 from moe_lab.formats import QuantRows, QuantTensor
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.emulation import emulate_rows, quantize_for
 from moe_lab.parity.setting import STORES, Setting
 from moe_lab.routing import Routing
 from moe_lab_kernels.storage.unpack import unpack_ref

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moe_lab._types import Tensor
 from moe_lab.card import card
-from moe_lab.distance import Kind, error_bins
 from moe_lab.errors import LabError
 from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
+from moe_lab.numerics.distance import Kind, error_bins
 from moe_lab.parity.operands import Operands
 from moe_lab.routing import Routing
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from moe_lab.emulation import arithmetic_of
 from moe_lab.errors import LabError
 from moe_lab.formats import Arithmetic
 from moe_lab.formats.layouts import LAYOUTS
+from moe_lab.numerics.emulation import arithmetic_of
 from moe_lab.parity.attribution import Choice
 from moe_lab_kernels.mmq.operands import FOLDED
 

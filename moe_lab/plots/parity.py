@@ -1,9 +1,9 @@
-"""How far two arms' outputs lie apart, value by value, as a histogram (counted by `moe_lab.distance.error_bins`)."""
+"""How far two arms' outputs lie apart, value by value, as a histogram (counted by `numerics.distance.error_bins`)."""
 
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.distance import COLUMNS
 from moe_lab.errors import LabError
+from moe_lab.numerics.distance import COLUMNS
 from moe_lab.plots.figure import remembers
 from moe_lab.plots.style import Axes, arm_styles, describe, need_columns, new_axes, style
 

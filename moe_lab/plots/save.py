@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.environment import environment
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.plots.figure import Drawn, drawn, plain
 from moe_lab.plots.style import Axes, Figure, LabFigure, mpl, style, unmoved
+from moe_lab.system.environment import environment
 
 if TYPE_CHECKING:
     import pandas as pd

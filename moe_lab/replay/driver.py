@@ -18,7 +18,6 @@ import torch
 
 from moe_lab.arms import Arm
 from moe_lab.checks import wants, wants_whole
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer, Options
 from moe_lab.open import Checkpoint
@@ -32,6 +31,7 @@ from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
 from moe_lab.stream.prediction import Successor
 from moe_lab.stream.provider import StreamedExperts
+from moe_lab.system.devices import resolve_device
 from moe_lab.timing import EVENTS
 from moe_lab.trace import RoutingTrace
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.checks import wants_path
 from moe_lab.errors import LabError
-from moe_lab.files import replace_file
 from moe_lab.replay.driver import Recording
 from moe_lab.replay.rows import Call
 from moe_lab.replay.story import Read
 from moe_lab.simulate.table import frame
 from moe_lab.stream.events import NONE
+from moe_lab.system.files import replace_file
 from moe_lab.timing import PhaseClock, Stamp
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_lab.environment import environment
 from moe_lab.errors import LabError
 from moe_lab.report.numbers import Number, numbers
+from moe_lab.system.environment import environment
 
 SCHEMA = 1
 MOST_NUMBERS = 5000  # 100 bytes each: half a megabyte of page

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.environment import environment
 from moe_lab.errors import LabError
 from moe_lab.report.execute import CellError, Progress, execute
 from moe_lab.report.numbers import Number, numbers
 from moe_lab.report.parameters import with_parameters
 from moe_lab.report.record import folder_of, notebook_of, read_record
+from moe_lab.system.environment import environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
-from moe_lab.files import replace_file
 from moe_lab.report.execute import CellError, Progress, execute
 from moe_lab.report.parameters import with_parameters
 from moe_lab.report.record import page_record
+from moe_lab.system.environment import environment
+from moe_lab.system.files import replace_file
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_lab.environment import driver, environment
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.runs.columns import COLUMNS, NUMBERS, WHOLE, to_columns
 from moe_lab.runs.pairs import first_of_each
 from moe_lab.runs.record import Record, Status
 from moe_lab.runs.store import SUFFIX, read, write
+from moe_lab.system.environment import driver, environment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +35,7 @@ def expect_folder(save: str | Path) -> None:
 
 
 def measured() -> dict[str, str]:
-    """What this process runs on: `moe_lab.environment.environment()`, driver, and the commit apart from its dirt.
+    """What this process runs on: `system.environment.environment()`, driver, and the commit apart from its dirt.
 
     dirty: "yes" when files differ from the commit, "no", or "unknown" where there is no repository (a wheel).
     """

@@ -10,11 +10,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from moe_lab.environment import environment
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.runs.checksum import checksum
 from moe_lab.runs.columns import COLUMNS, NUMBERS, WHOLE, from_columns, to_columns
 from moe_lab.runs.record import Record
+from moe_lab.system.environment import environment
 
 SCHEMA = 1
 """Version of the file's columns and metadata; a reader refuses a newer one."""

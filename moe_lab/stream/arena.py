@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.devices import current_stream
 from moe_lab.stream.memory import available_host_bytes, whole_pages
 from moe_lab.stream.packing import Packing
 from moe_lab.stream.room import allocate, check_room, locked_ring
 from moe_lab.stream.stages import Stage, Stages
 from moe_lab.stream.streams import running_on
+from moe_lab.system.devices import current_stream
 from moe_lab.workspace import POISON
 
 

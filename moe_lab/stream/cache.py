@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from moe_lab.card import byte_size, card
-from moe_lab.devices import resolve_device
 from moe_lab.errors import LabError
 from moe_lab.stream import journal as note
 from moe_lab.stream.access import IoMode, check_io
@@ -33,6 +32,7 @@ from moe_lab.stream.sizing import check_size, check_threads, slots_in
 from moe_lab.stream.slots import distinct, numbers, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.verify import Verifier, Verify, check_verify
+from moe_lab.system.devices import resolve_device
 
 
 class ExpertCache(Requests):

@@ -20,11 +20,11 @@ import torch
 
 from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.errors import LabError
-from moe_lab.files import why
 from moe_lab.stream.access import IoMode, open_files, serves_direct
 from moe_lab.stream.calibration import CopyPoint, DiskCell, DiskSurface, file_system_of, mount_of
 from moe_lab.stream.interval import short_switches
 from moe_lab.stream.memory import HUGE_PAGE_BYTES, LockedBlock, host_block
+from moe_lab.system.files import why
 
 THREADS = (1, 2, 4, 8)
 REQUEST_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)

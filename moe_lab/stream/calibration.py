@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moe_lab.errors import LabError
 from moe_lab.stream.jobs import REQUEST_BYTES
-from moe_lab.user_cache import cache_folder, read_json, slug, write_json
+from moe_lab.system.user_cache import cache_folder, read_json, slug, write_json
 
 THREADS = 4  # without a calibration: queue depths from 4 on reach a drive's speed, more only share it
 EQUAL = 1.03  # within this, the cheaper of two settings is taken: noise must not move them

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.devices import current_stream
 from moe_lab.errors import LabError
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.fills import Partition
 from moe_lab.stream.policy import Key
 from moe_lab.stream.source import ExpertSource
+from moe_lab.system.devices import current_stream
 
 
 class LiveTable:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import LabError
-from moe_lab.files import replace_file
 from moe_lab.stream.joined import Readable
 from moe_lab.stream.manifest import MAGIC, VERSION, describe, head_bytes
 from moe_lab.stream.memory import host_block, whole_pages
 from moe_lab.stream.packed import sha256_of
 from moe_lab.stream.source import ExpertSource
+from moe_lab.system.files import replace_file
 
 Order = Mapping[int, Sequence[int]]
 

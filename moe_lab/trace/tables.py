@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_lab.errors import LabError
-from moe_lab.npz import optional_array, read_npz
+from moe_lab.system.npz import optional_array, read_npz
 from moe_lab.trace.record import RoutingTrace
 from moe_lab.trace.rows import Rows, to_trace, within
 from moe_lab.trace.values import as_ids, as_weights, experts_of

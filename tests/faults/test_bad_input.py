@@ -12,11 +12,11 @@ import moe_lab as lab
 from moe_lab.activations import Activations
 from moe_lab.cli import main
 from moe_lab.errors import CheckpointError, LabError, LabTypeError
-from moe_lab.files import replace_file
 from moe_lab.formats.base import BlockFormat
 from moe_lab.formats.legacy import Q8_0_FORMAT
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec, RouterSpec
+from moe_lab.system.files import replace_file
 from tests.support.tiny_gguf import write_tiny_qwen2moe
 
 

@@ -252,7 +252,7 @@ def test_a_tensor_larger_than_memory_is_an_error_of_ours(given: SimpleNamespace,
 
 
 def test_a_disk_that_cuts_numpy_short_is_full(tmp_path: Path) -> None:
-    from moe_lab.files import replace_file
+    from moe_lab.system.files import replace_file
 
     def fill(part: Path) -> None:
         raise OSError("65536 requested and 39968 written")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import moe_lab as lab
-from moe_lab.distance import error_bins
 from moe_lab.explore import Explorer
+from moe_lab.numerics.distance import error_bins
 from moe_lab.report import CellError, run
 from tests.support.notebooks import code, text, write
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_lab.emulation import arithmetic_of, emulate
 from moe_lab.formats import quantize, quantize_activations
-from moe_lab.matmul import matmul
+from moe_lab.numerics.emulation import arithmetic_of, emulate
+from moe_lab.numerics.matmul import matmul
 from moe_lab.tolerances import tol
 from moe_lab_kernels.backend import count_launches
 from moe_lab_kernels.grouped.operands import Scatter, Weight

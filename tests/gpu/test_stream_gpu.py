@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lab.devices import current_stream
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
+from moe_lab.system.devices import current_stream
 from tests.support.expert_files import held, wanted, write_experts
 
 pytestmark = [

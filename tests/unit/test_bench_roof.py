@@ -17,11 +17,11 @@ from moe_lab.bench.roof import Roof, arithmetic_of, roof
 from moe_lab.bench.tune import table_rows, tune, tuned
 from moe_lab.bench.weights import make_layer
 from moe_lab.bench.workloads import LayerShape
-from moe_lab.environment import cpu_name
 from moe_lab.errors import LabError
 from moe_lab.formats import get_format
 from moe_lab.runs import Case, Record, Spread, Status
-from moe_lab.user_cache import cache_folder, slug
+from moe_lab.system.environment import cpu_name
+from moe_lab.system.user_cache import cache_folder, slug
 
 FAKE = Roof(cpu_name(), "none", 100.0, 90.0, 1.0, 3.0, {"fp32": 0.5, "bf16": 1.0, "int8": 2.0})
 SHAPE = LayerShape("tiny", 64, 96, 6, 2)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.distance import error_bins, ulp_distance
+from moe_lab.numerics.distance import error_bins, ulp_distance
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from moe_lab.emulation import arithmetic_of, completed, emulate, emulate_rows, of_layout, quantize_for
 from moe_lab.errors import LabError
 from moe_lab.formats import Arithmetic, quantize
+from moe_lab.numerics.emulation import arithmetic_of, completed, emulate, emulate_rows, of_layout, quantize_for
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
 from moe_lab_kernels.mmq.operands import MMQ_LAYOUTS

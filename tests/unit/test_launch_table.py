@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab.user_cache import slug
+from moe_lab.system.user_cache import slug
 from moe_lab_kernels.grouped.tiles import TOKENS, Tile
 from moe_lab_kernels.launch import table
 from moe_lab_kernels.launch.schema import KERNELS

@@ -12,12 +12,12 @@ from moe_lab.bench import roof
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.laid import laid
 from moe_lab.bench.tune import tuned
-from moe_lab.environment import cpu_name
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import Planar, Tiled, quantize
 from moe_lab.formats.layouts import LAYOUTS, REPACKED
 from moe_lab.layer import MoELayer
 from moe_lab.spec import MoESpec, RouterSpec
+from moe_lab.system.environment import cpu_name
 from tests.support.decode_layers import decode_layer, decode_rows
 
 

@@ -16,14 +16,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # A room may import its own floor and those above it in this list; the package itself (lazy names) stands outside.
 FLOORS = (
-    {"errors", "_types", "checks", "protocols", "tolerances", "threads", "devices", "files", "npz", "user_cache"}
-    | {"card", "interrupt"},
+    {"errors", "_types", "checks", "protocols", "tolerances", "system", "card"},
     {"moe_lab_kernels"},
-    {"spec", "families", "models", "formats", "timing", "trace", "environment", "sample", "distance"},
+    {"spec", "families", "models", "formats", "timing", "trace", "sample"},
     {"tap"},
     {"activations"},
     {"checkpoint"},
-    {"routing", "routing_checks", "workspace", "arms", "weights", "block", "emulation", "matmul"},
+    {"routing", "routing_checks", "workspace", "arms", "weights", "block", "numerics"},
     {"stream"},
     {"layer", "execution"},
     {"assembly", "open", "export"},

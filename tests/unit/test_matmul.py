@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.emulation import arithmetic_of, emulate
 from moe_lab.formats import quantize, quantize_activations
-from moe_lab.matmul import ACTIVATIONS
+from moe_lab.numerics.emulation import arithmetic_of, emulate
+from moe_lab.numerics.matmul import ACTIVATIONS
 from moe_lab.parity import nmse
 from moe_lab.tolerances import tol
 from moe_lab_kernels.mmq.operands import FOLDED, MMQ_LAYOUTS

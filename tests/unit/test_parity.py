@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.emulation import arithmetic_of, emulate
 from moe_lab.errors import LabError
 from moe_lab.layer import Options, SharedWeights
+from moe_lab.numerics.emulation import arithmetic_of, emulate
 from moe_lab.parity import (
     Mixed,
     NextLayer,
@@ -153,7 +153,7 @@ def test_formats_without_a_minimum_differ_by_the_scale_alone(format: str) -> Non
 @pytest.mark.parametrize("arm", ["gemv", "mmq"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_terms_of_sixteen_values_add_up_to_the_product(format: str, arm: str) -> None:
-    from moe_lab.emulation import quantize_for
+    from moe_lab.numerics.emulation import quantize_for
 
     x, q = draw("swiglu", 5, 512, seed=4), lab.quantize(heavy_tailed(7, 512), format)
     arithmetic = arithmetic_of(format, arm)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.emulation import arithmetic_of, emulate, quantize_for
 from moe_lab.errors import LabError
+from moe_lab.numerics.emulation import arithmetic_of, emulate, quantize_for
 from moe_lab.parity import STATISTICS, Setting, draw, hazards, heavy_tailed, product_hazards, tail_trap, wide_layer
 from moe_lab.parity.hazard import decorrelation, underflows
 

@@ -9,10 +9,10 @@ import torch
 import moe_lab as lab
 from moe_lab.cli import main
 from moe_lab.cli.parity import why_lines
-from moe_lab.emulation import arithmetic_of, emulate, quantize_for
 from moe_lab.errors import LabError
 from moe_lab.formats import quantize_activations
 from moe_lab.layer import SharedWeights
+from moe_lab.numerics.emulation import arithmetic_of, emulate, quantize_for
 from moe_lab.parity import (
     ParityReport,
     Setting,

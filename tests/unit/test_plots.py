@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import moe_lab as lab
-from moe_lab.distance import error_bins
+from moe_lab.numerics.distance import error_bins
 from moe_lab.plots import waits
 from moe_lab.plots.style import LabFigure, ink_on
 from moe_lab.replay import summary

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab import environment
 from moe_lab.runs import Case, Record, Run, Spread, Status, measured
 from moe_lab.runs.columns import COLUMNS
+from moe_lab.system import environment
 from tests.support.saved_runs import DATE, LAPTOP, ended, h200_run, passed, run
 
 RECORDED = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "results").glob("*/*.parquet"))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_lab.errors import LabError
-from moe_lab.user_cache import cache_folder, read_json, slug, write_json
+from moe_lab.system.user_cache import cache_folder, read_json, slug, write_json
 from moe_lab_kernels.backend import INTERPRETED
 from moe_lab_kernels.launch.schema import KERNELS
 

@@ -1,7 +1,7 @@
 """`lab.matmul`: one product x @ q^T through an arm's arithmetic, or through any other.
 
 What an arm's kernel computes runs on that kernel (on the GPU and in the interpreter) or on its torch twin; every other
-combination of activations and choices is emulated (`moe_lab.emulation`), on every device. Knows nothing of experts.
+combination of activations and choices is emulated (`numerics.emulation`), on every device. Knows nothing of experts.
 """
 
 from dataclasses import replace
@@ -12,9 +12,17 @@ import torch
 from moe_lab._types import Float, Float32, Tensor
 from moe_lab.arms.gemv_float import float_matmul, meets
 from moe_lab.checks import wants, wants_tensor
-from moe_lab.emulation import IntegerArm, arithmetic_of, completed, emulate, emulate_rows, of_layout, quantize_for
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor, quantize_activations
+from moe_lab.numerics.emulation import (
+    IntegerArm,
+    arithmetic_of,
+    completed,
+    emulate,
+    emulate_rows,
+    of_layout,
+    quantize_for,
+)
 from moe_lab_kernels import backend
 from moe_lab_kernels.gemv import gemv
 from moe_lab_kernels.grouped import grouped_gemm

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import LabError
-from moe_lab.files import replace_file
+from moe_lab.system.files import replace_file
 
 CACHE_VARIABLE = "MOE_LAB_CACHE"
 
