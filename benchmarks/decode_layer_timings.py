@@ -1,7 +1,8 @@
 """Decode timings on a CUDA GPU: whole routed layers at T = 1, 4, 8, every shape and pair of formats, against targets.
 
     PYTHONPATH=.:kernels python benchmarks/decode_layer_timings.py --out DIR [--models a,b] [--pairs q2_k+q3_k,..]
-        [--tokens 1,4,8] [--budget-ms 4] [--workers 12] [--cuts 1.4.96.1-4,..] [--cells-alone] [--parts] [--sweep]
+        [--tokens 1,4,8] [--forms together,planar,tiled] [--budget-ms 4] [--workers 12] [--cuts 1.4.96.1-4,..]
+        [--cells-alone] [--parts] [--sweep]
 
 First, in processes of their own: every pair of formats on a small shape, kernels against their torch references bit for
 bit, raw blocks and tiles, and the layer against fp32 mathematics (fresh inputs, poisoned outputs); beside them
@@ -33,7 +34,8 @@ from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.backend import Launch, record_launches
 from moe_lab_kernels.gemv import lane_rows
-from moe_lab_kernels.gemv.tiles import Tile, TileCut
+from moe_lab_kernels.gemv.tiled.tiles import TileCut
+from moe_lab_kernels.gemv.tiles import Tile
 from moe_lab_kernels.launch.ahead import Job as Launched
 from moe_lab_kernels.launch.ahead import Pointer, job_of, pool, prepare
 from moe_lab_kernels.rows import activation
@@ -84,14 +86,19 @@ def small_case(pair: str) -> str:
     return ", ".join([*wrong, *([f"nmse {nmse:.1e}"] if not nmse <= bound(pair) else [])]) or "ok"
 
 
-def launched(cell: tuple[str, str, int], cuts: list[str]) -> Iterator[Launch]:
+def asked(w: gl.Weights, forms: str) -> tuple[str, ...]:
+    """Those of the weights' forms that `--forms` lists."""
+    return tuple(form for form in w.forms if form in forms.split(","))
+
+
+def launched(cell: tuple[str, str, int], cuts: list[str], forms: str) -> Iterator[Launch]:
     """What a cell's forms launch, written down on the host."""
     name, pair, tokens = cell
     shape, (gate_up, down) = replace(SHAPES[name], experts=SHAPES[name].top_k), pair.split("+")
     w = in_layouts(gl.make_weights(shape, 1, "cpu", gate_up, down, empty=True), shape, empty=True)
     call = replace(gl.make_call(shape, *routings(shape, 1)[0], "cpu"), max_rows=1 if tokens == 1 else 8)
     with record_launches() as made:
-        for form in w.forms:
+        for form in asked(w, forms):
             gl.LAYERS[form](call, w)
         for cut in cuts if w.tiles is not None else ():
             gl.layer_tiled(call, w, **cut_of(cut))
@@ -122,7 +129,7 @@ def prepared(todo: list[tuple[str, str]], tokens: list[int], args: argparse.Name
         for pair in ([] if args.cells_alone else pairs)
     }
     cells = [(name, pair, t) for name, pair in todo for t in sorted({min(t, 2) for t in tokens})]
-    jobs = [job_of(launch) for cell in cells for launch in launched(cell, cuts_of(args))]
+    jobs = [job_of(launch) for cell in cells for launch in launched(cell, cuts_of(args), args.forms)]
     jobs = list({variant_of(job): job for job in jobs}.values())
     with pool(args.workers) as compilers:
         for why in compilers.map(prepare, [[job] for job in jobs]):
@@ -208,7 +215,7 @@ def measure(name: str, pair: str, tokens: list[int], roof: float, args: argparse
         calls = [replace(c, max_rows=1 if t == 1 else 8) for c in calls]  # one kernel for all that share rows
         whole = layer_bytes(shape, t, hit, gl.bytes_a_weight(gate_up), gl.bytes_a_weight(down))
         for what, tile, moved, todo in [
-            *layers(calls, w, whole, w.forms),
+            *layers(calls, w, whole, asked(w, args.forms)),
             *other_cuts(calls, w, whole, cuts_of(args) if w.tiles is not None else []),
             *(parts(shape, calls, w, hit, args.sweep) if args.parts else []),
         ]:
@@ -253,6 +260,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--pairs", default=",".join(PAIRS), help="gate and up's format + down's")
     parser.add_argument("--tokens", default="1,4,8")
+    parser.add_argument("--forms", default="together,planar,tiled", help="raw blocks, planes, tiles")
     parser.add_argument("--budget-ms", type=float, default=4.0)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--cuts", default="", help="other cuts of the tiled form")

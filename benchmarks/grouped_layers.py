@@ -1,12 +1,14 @@
 """Whole routed layers from given picks on, as the grouped arm runs them: what the benchmarks of two arms share."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from moe_lab.arms.grouped import DECODED_BYTES, decode_from
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.formats import quantize
+from moe_lab_kernels.dequantize.planar import dequantize_planar
 from moe_lab_kernels.grouped import decoded
 from moe_lab_kernels.grouped import grouped_fp8 as g8
 from moe_lab_kernels.grouped import grouped_gemm as gg
@@ -16,6 +18,7 @@ from moe_lab_kernels.route import plan
 from moe_lab_kernels.rows import combine
 from moe_lab_kernels.rows.hidden import Gate, hidden_rows_ref
 from moe_lab_kernels.rows.quantize_fp8 import quantize_fp8
+from moe_lab_kernels.storage import planar
 from moe_lab_kernels.storage.blocks import BLOCKS
 
 DEVICE = "cuda"
@@ -70,8 +73,9 @@ def one_weight(format: str, experts: int, rows: int, columns: int, draw: torch.G
 
 
 def make_weights(shape: LayerShape, format: str) -> Weights:
-    """`format` is one name, or that of gate and up, a plus, that of down; "@fp8" behind it asks for rows in fp8."""
-    format, _, rows = format.partition("@")
+    """`format` is one name, or that of gate and up, a plus, that of down; behind it "@fp8" asks for rows in fp8,
+    "@planar" for weights in planes."""
+    format, _, form = format.partition("@")
     gate_up, down = format.split("+") if "+" in format else (format, format)
     draw = torch.Generator(DEVICE).manual_seed(5)
     e, d, f = shape.experts, shape.d_model, shape.d_expert
@@ -79,8 +83,11 @@ def make_weights(shape: LayerShape, format: str) -> Weights:
     if shape.name.startswith("gpt-oss"):
         made = [torch.randn(e, n, generator=draw, device=DEVICE).bfloat16() / 4 for n in (f, f, d)]
         biases = made[0], made[1], made[2]
-    return Weights(one_weight(gate_up, e, f, d, draw), one_weight(gate_up, e, f, d, draw),
-                   one_weight(down, e, d, f, draw), rows == "fp8", biases)  # fmt: skip
+    parts = [one_weight(name, e, *side, draw) for name, side in ((gate_up, (f, d)), (gate_up, (f, d)), (down, (d, f)))]
+    if form == "planar":
+        parts = [m._replace(data=planar.repack(m.data, m.format)[:, None], layout="planar") for m in parts]
+    gate, up, last = parts
+    return Weights(gate, up, last, form == "fp8", biases)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,30 +134,33 @@ def layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
     if w.fp8_rows:
         return fp8_layer(c, w, cut)
     p, work = planned(c, len(w.gate.data), cut)
-    if is_decoded(c, w):
-        decoded_products(c, w, p, work)
-    else:
-        gate_up(c, w, p, work, cut)
-        down(c, w, p, work, cut)
+    for (gate, up), some in ready((w.gate, w.up), work, c):
+        gate_up(c, replace(w, gate=gate, up=up), p, some, Cut() if gate.format != w.gate.format else cut)
+    for (last,), some in ready((w.down,), work, c):
+        down(c, replace(w, down=last), p, some, Cut() if last.format != w.down.format else cut)
     return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
 
 
-def is_decoded(c: Call, w: Weights) -> bool:
-    """Whether the arm would decode these weights to scratch memory first."""
-    many = c.ids.numel() >= decode_from([w.gate, w.down]) * len(w.gate.data)
-    return many and not w.fp8_rows and decoded.can_decode(w.gate) and decoded.can_decode(w.down)
+def is_decoded(c: Call, parts: Sequence[go.Weight]) -> bool:
+    """Whether the arm would decode these weights, which are multiplied together, to scratch memory first."""
+    if parts[0].layout != "raw":
+        return True
+    many = c.ids.numel() >= decode_from(parts) * len(parts[0].data)
+    return many and all(map(decoded.can_decode, parts))
 
 
-def decoded_products(c: Call, w: Weights, p: plan.Plan, work: gt.WorkList) -> None:
-    """c.y from c.x, wave after wave."""
-    parts = (w.gate, w.up, w.down)
+def ready(
+    parts: Sequence[go.Weight], work: gt.WorkList, c: Call, first: bool | None = None
+) -> Iterator[tuple[Sequence[go.Weight], gt.WorkList]]:
+    """The weights and the tiles that meet them: as they lie, or decoded, wave after wave. `first`: whether they are
+    decoded (None: as the arm would)."""
+    if not (is_decoded(c, parts) if first is None else first):
+        yield parts, work
+        return
     wave = decoded.slots_a_wave(parts, DECODED_BYTES)
     rooms = [torch.empty(decoded.scratch_values(m, wave), dtype=c.x.dtype, device=DEVICE) for m in parts]
-    for first, some in decoded.waves(work, len(w.gate.data), wave):
-        gate, up, last = (decoded.decode_slots(m, first, wave, r) for m, r in zip(parts, rooms, strict=True))
-        plain = Weights(gate, up, last, biases=w.biases)
-        gate_up(c, plain, p, some, Cut())
-        down(c, plain, p, some, Cut())
+    for at, some in decoded.waves(work, len(parts[0].data), wave):
+        yield [decoded.decode_slots(m, at, wave, r) for m, r in zip(parts, rooms, strict=True)], some
 
 
 def fp8_layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
@@ -169,13 +179,20 @@ def fp8_layer(c: Call, w: Weights, cut: Cut) -> torch.Tensor:
     return combine.combine(c.y.view(*c.ids.shape, -1), c.weights)
 
 
+def values(w: go.Weight, slot: int) -> torch.Tensor:
+    """fp32 [N, Kd] of one slot."""
+    if w.layout == "planar":
+        return dequantize_planar(w.data[slot], w.format, w.rows, w.kd, torch.float32)[0]
+    return go.values_ref(w, slot, torch.float32)
+
+
 def exact(c: Call, w: Weights) -> torch.Tensor:
     """The same mathematics in fp32 on the decoded weights, without store points."""
     out = torch.zeros(c.x.shape, device=DEVICE)
     for e in c.ids.unique().tolist():
         token, slot = (c.ids == e).nonzero(as_tuple=True)
         x = c.x[token].float()
-        g, u, d = (go.values_ref(m, e, torch.float32) for m in (w.gate, w.up, w.down))
+        g, u, d = (values(m, e) for m in (w.gate, w.up, w.down))
         of_gate, of_up, of_down = (b[e].float() for b in w.biases) if w.biases else (0.0, 0.0, 0.0)
         h = hidden_rows_ref(x @ g.T + of_gate, x @ u.T + of_up, w.how)
         out.index_add_(0, token, c.weights[token, slot, None] * (h @ d.T + of_down))

@@ -21,7 +21,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from grouped_layers import (
     Call,
     Cut,
     Weights,
-    decoded_products,
     down,
     exact,
     gate_up,
@@ -41,6 +40,7 @@ from grouped_layers import (
     make_call,
     make_weights,
     planned,
+    ready,
 )
 from grouped_peers import peers_us
 
@@ -89,7 +89,7 @@ def floor_us(shape: LayerShape, w: Weights, tokens: int, hit: float, read: float
 
     def bytes_of(m: go.Weight) -> float:
         parts = [p for p in (m.data, m.scales, m.second) if p is not None]
-        return sum(p.numel() * p.element_size() for p in parts) / (len(m.data) * m.data.shape[1] * m.kd)
+        return sum(p.numel() * p.element_size() for p in parts) / (len(m.data) * m.rows * m.kd)
 
     moved = layer_bytes(shape, tokens, hit, bytes_of(w.gate), bytes_of(w.down))
     return max(moved / read / 1e3, 6 * tokens * shape.top_k * shape.d_model * shape.d_expert / tflops / 1e6)
@@ -166,7 +166,7 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         yield row("layer", Cut(), None, ok, f"{nmse:.2e}")
         if not args.anyway:
             return
-    yield row("decoded layer" if is_decoded(calls[0], w) else "layer", Cut(),
+    yield row(layer_name(calls[0], w), Cut(),
               timed(lambda c, cut: layer(c, w, cut), calls, Cut(), args.budget_ms), ok, f"{nmse:.2e}")  # fmt: skip
     if w.fp8_rows:
         for cut in fp8_cuts(pairs / e) if args.sweep else ():
@@ -180,6 +180,13 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         paired = dict(zip(map(id, calls), ready[cut.tokens], strict=True))
         return timed(lambda c, cut: op(c, w, *paired[id(c)], cut), calls, cut, args.budget_ms)
 
+    for what, parts in (("decode gate_up", (w.gate, w.up)), ("decode down", (w.down,))):
+        if args.decode and decoded.can_decode(parts[0]):
+            yield row(
+                what, Cut(), timed(lambda c, cut, parts=parts: decode(c, parts), calls[:1], Cut(), args.budget_ms)
+            )
+    if w.gate.layout != "raw":
+        return
     operations = {"gate_up": (gate_up, calls[0].h), "down": (down, calls[0].y)}
     wanted = {}
     for what, (op, written) in operations.items():
@@ -192,6 +199,21 @@ def rows_of(shape: LayerShape, format: str, w: Weights, tokens: int, args: Any, 
         same = isinstance(t, str) or torch.equal(written, wanted[what])
         written.copy_(wanted[what])
         yield row(what, cut, t if same else "WRONG: bits differ from the default tile's")
+
+
+def layer_name(c: Call, w: Weights) -> str:
+    """ "layer", and which of its products the arm decodes first."""
+    if w.fp8_rows:
+        return "layer"
+    which = is_decoded(c, (w.gate, w.up)), is_decoded(c, (w.down,))
+    return {(True, True): "decoded layer", (False, True): "down decoded layer", (True, False): "gate_up decoded layer"
+            }.get(which, "layer")  # fmt: skip
+
+
+def decode(c: Call, parts: Sequence[go.Weight]) -> None:
+    """The decoding pass alone."""
+    for _ in ready(parts, planned(c, len(parts[0].data), Cut())[1], c, True):
+        pass
 
 
 def compile_ahead(cells: list[tuple[str, str, list[int]]], workers: int) -> None:
@@ -219,7 +241,11 @@ def compile_jobs(jobs: str) -> None:
             w = make_weights(shape, format)
             layer(c, w, Cut(int(tokens)))
             if not w.fp8_rows and decoded.can_decode(w.gate):
-                decoded_products(c, w, *planned(c, shape.experts, Cut(int(tokens))))
+                p, work = planned(c, shape.experts, Cut(int(tokens)))
+                for (gate, up), some in ready((w.gate, w.up), work, c, True):
+                    gate_up(c, replace(w, gate=gate, up=up), p, some, Cut())
+                for (last,), some in ready((w.down,), work, c, True):
+                    down(c, replace(w, down=last), p, some, Cut())
     torch.cuda.synchronize()
 
 
@@ -247,6 +273,7 @@ def main() -> int:
     parser.add_argument("--cells", default="", help="SHAPE/FORMAT/T:T,.. instead of formats, shapes and tokens")
     parser.add_argument("--budget-ms", type=float, default=30.0)
     parser.add_argument("--sweep", action="store_true", help="time gate + up and down for other tiles too")
+    parser.add_argument("--decode", action="store_true", help="time decoding to scratch memory alone too")
     parser.add_argument("--anyway", action="store_true", help="time wrong results too, for looking into them")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)

@@ -33,7 +33,8 @@ import torch
 from moe_lab.bench.gemv_layer import DOWN, GATE_UP, Weights, make_weights
 from moe_lab.bench.runner import measured_on
 from moe_lab.bench.workloads import LayerShape
-from moe_lab.execution import call, lookahead
+from moe_lab.execution import experts as host_groups
+from moe_lab.execution import lookahead
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer, Options, SharedWeights
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
@@ -148,15 +149,15 @@ class Known:
 @contextmanager
 def switched(mode: str) -> Iterator[None]:
     """One phase for `plain`, two for `two-phase`, known picks for `perfect`."""
-    rule, guess = call.worth_two, lookahead.Guess
+    rule, guess = host_groups.worth_two, lookahead.Guess
     if mode in ("plain", "two-phase"):
-        call.worth_two = lambda blocked, tokens: mode == "two-phase"
+        host_groups.worth_two = lambda blocked, tokens: mode == "two-phase"
     if mode == "perfect":
         lookahead.Guess = Known  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        call.worth_two, lookahead.Guess = rule, guess
+        host_groups.worth_two, lookahead.Guess = rule, guess
 
 
 def sync(device: str) -> None:

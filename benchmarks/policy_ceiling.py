@@ -10,6 +10,7 @@ the lowest resident score leaves. What a score may look at grows from row to row
   + followers    and which experts the layer's last three tokens picked
   + all layers   and the picks of this and the last token in every layer, which a cache split by layer never sees
   .., online     the same, learnt while the second half is served, from nothing
+The last rows are the lab's own policies through its simulator, on the same second half; `fitted` has seen the first.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_lab.caching.study import study
+from moe_lab.stream.policy import Fitted
 from moe_lab.trace import RoutingTrace
 
 HALF_LIVES = (1, 2, 4, 8, 16, 32, 69, 140, 300)
@@ -175,6 +178,18 @@ def _second(count: int) -> slice:
     return slice(count // 2, count)
 
 
+def shipped(trace: RoutingTrace, ids: tuple[np.ndarray, np.ndarray], slots: int) -> dict[str, float]:
+    """Hit rates of policies that a cache can be given, all layers together."""
+    made = []
+    for half in ids:
+        picks = {layer: half[:, n].astype(np.uint16) for n, layer in enumerate(trace.layers)}
+        weights = {layer: np.full(each.shape, 1 / trace.top_k, np.float16) for layer, each in picks.items()}
+        made.append(RoutingTrace.from_layers(picks, weights, num_experts=trace.num_experts, width=trace.width))
+    policies = ["lru", "lfu_decay", "predicted", Fitted.of(made[0]), "belady"]
+    table = study(made[1], slots * len(trace.layers), policies)
+    return dict(zip(table["policy"], table["hit_rate"], strict=True))
+
+
 def main() -> None:
     """Print hit rates and shares of the gap, means over the layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,8 +200,10 @@ def main() -> None:
     ids = halves(trace)
     layers = [layer_rates(ids, n, trace.num_experts, args.slots) for n in range(len(trace.layers))]
     mean = {name: float(np.mean([layer[name] for layer in layers])) for name in layers[0]}
-    for name, value in mean.items():
-        print(f"{name:24} {value:.3f}  {(value - mean['lru']) / (mean['belady'] - mean['lru']):6.1%} of the gap")
+    for found in (mean, shipped(trace, ids, args.slots)):
+        low, high = found["lru"], found["belady"]
+        for name, value in found.items():
+            print(f"{name:24} {value:.3f}  {(value - low) / (high - low):6.1%} of the gap", flush=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Bench:
     segment: range
     blocks: dict[str, list[np.ndarray]]  # the distinct matrices, quantised
     resident: list[torch.Tensor]  # what layer 0 gives for the segment's first tokens with all experts in memory
-    compute_ms: float = float("nan")
+    full: list[Any] = field(default_factory=list)  # trials with every expert at hand
     digests: dict[str, str] = field(default_factory=dict)
     memory: MemorySource | None = None
     block: Any = None  # host memory of `tier_speed`; a page-locked one is locked for as long as it is held
@@ -64,8 +64,7 @@ class Bench:
         if tier == "disk":
             return self.ckpt.expert_source
         if self.memory is None:
-            kind = MemorySource if "disk" in self.args.tiers else self._made
-            self.memory = kind(self.ckpt.expert_source, locked=self.args.device == "cuda")
+            self.memory = self._made(self.ckpt.expert_source, locked=self.args.device == "cuda")
         return self.memory
 
     def _made(self, source: ExpertSource, *, locked: bool) -> MemorySource:

@@ -5,7 +5,7 @@ What was written is read back before it takes its place: a setting that such a f
 
 import struct
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moe_lab.families.row import NORMS
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.open import open as open_checkpoint
-from moe_lab.spec import MoESpec
+from moe_lab.spec import MoESpec, differences
 from moe_lab.stream.provider import ResidentExperts
 from moe_lab.system.files import replace_file
 
@@ -214,13 +214,4 @@ def _check(part: Path, row: Family, specs: Mapping[int, MoESpec]) -> None:
 
 def _differences(wanted: MoESpec, back: MoESpec) -> list[str]:
     """ "router.scale = 2.0 (read as 1.0)" for every field that differs."""
-    pairs = [("router", wanted.router, back.router), ("layer", wanted, back)]
-    if wanted.shared is not None and back.shared is not None:
-        pairs.append(("shared", wanted.shared, back.shared))
-    skipped = {"router", *(("shared",) if len(pairs) > 2 else ())}
-    return [
-        f"{record}.{f.name} = {getattr(ours, f.name)!r} (read as {getattr(theirs, f.name)!r})"
-        for record, ours, theirs in pairs
-        for f in fields(ours)
-        if f.name not in skipped and getattr(ours, f.name) != getattr(theirs, f.name)
-    ]
+    return [f"{name} = {ours!r} (read as {theirs!r})" for name, ours, theirs in differences(wanted, back)]

@@ -6,7 +6,7 @@ expert cache (`streamed`); the arithmetic and its bits are the same either way.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from moe_lab._types import Float, Float32, Int, Tensor
 from moe_lab.arms import Arm, ExpertBiases, ExpertStack
 from moe_lab.arms.fused import FusedStack
 from moe_lab.block import router_logits
-from moe_lab.card import byte_size, card
+from moe_lab.card import card
 from moe_lab.checks import wants_whole
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.execution.call import Execution
 from moe_lab.execution.capture import CapturedLayer, Inputs, check_capture
+from moe_lab.execution.inputs import check_branch, check_given_picks, check_rows
 from moe_lab.execution.options import Options
 from moe_lab.execution.parts import settle
+from moe_lab.execution.result import MoEOutput
 from moe_lab.formats.layouts import Laid, check_layout, repacked
 from moe_lab.routing import Routing, choice_margin, route
 from moe_lab.spec import MoESpec
@@ -32,7 +34,7 @@ from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.table_experts import TableExperts
 from moe_lab.system.devices import resolve_device
 from moe_lab.system.threads import threads_for
-from moe_lab.timing import Timing, emit
+from moe_lab.timing import emit
 from moe_lab.weights import (
     Latent,
     ResidualNorms,
@@ -44,30 +46,6 @@ from moe_lab.weights import (
     split_biases,
 )
 from moe_lab_kernels.backend import backend_of
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MoEOutput:
-    """`out` [T, D] in x's dtype, the picks, the timing record, and the arm that ran."""
-
-    out: Tensor
-    routing: Routing
-    timing: Timing
-    arm: str
-
-    def _repr_html_(self) -> str:
-        t = self.timing
-        phases = f"route {t.route_ms:.3g}, fetch {t.fetch_ms:.3g}, compute {t.compute_ms:.3g}, all {t.wall_ms:.3g}"
-        facts = {
-            "out": f"{list(self.out.shape)} {self.out.dtype} on {self.out.device}",
-            "arm": f"{self.arm}, backend {t.backend}",
-            "time (ms)": phases,
-            "picks": f"K = {self.routing.top_k} of each of T = {self.routing.tokens} tokens",
-            "cache": f"{t.hits} hits, {t.misses} misses, {byte_size(t.bytes_read)} read" if t.hits + t.misses else None,
-        }
-        return card("MoEOutput", facts)
 
 
 class MoELayer:
@@ -101,10 +79,10 @@ class MoELayer:
                 given.check(spec)
         self.spec, self.experts, self.number, self.model_hash = spec, experts, number, model_hash
         self.router_weights = on_device(router, experts.device)
-        self.shared = shared
+        self.shared = None if shared is None else on_device(shared, experts.device)
         self.latent = None if latent is None else on_device(latent, experts.device)
         self.norms = None if norms is None else on_device(norms, experts.device)
-        self.shared_stack = shared.stack() if shared is not None else None
+        self.shared_stack = None if self.shared is None else self.shared.stack()
         self._fused: FusedStack | None = None
         self.settled: dict[Any, Any] = {}
         self.successor: Successor | None = None  # the next MoE layer, for `Options.prefetch`
@@ -237,8 +215,9 @@ class MoELayer:
         Raises LabError before any work when inputs disagree.
         """
         options = options or Options()
-        self._check_input(x, routing)
-        self._check_branch(x, branch)
+        check_rows(x, self.spec.d_model, self.device)
+        check_given_picks(routing, x)
+        check_branch(branch, x, self.shared is not None)
         if not isinstance(options, Options):
             raise LabTypeError(f"options is a {type(options).__name__}; wanted moe_lab.Options.")
         if branch is not None:
@@ -259,7 +238,7 @@ class MoELayer:
     ) -> Float[Tensor, "T D"]:
         """What the shared expert's branch alone gives for rows x: normed on the way in and out where the layer does so,
         gated only if it is normed. LabError for a layer without a shared expert."""
-        self._check_input(x, None)
+        check_rows(x, self.spec.d_model, self.device)
         if self.shared is None:
             raise LabError("this layer has no shared expert.")
         with Execution(self, x.detach(), arm, replace(options or Options(), shared="main")) as run:
@@ -305,10 +284,12 @@ class MoELayer:
         tokens = wants_whole("capture's T", tokens)
         check_capture(self, tokens, options, routing)
         x = torch.zeros(tokens, self.spec.d_model, dtype=dtype, device=self.device)
-        self._check_input(x, routing)
+        check_rows(x, self.spec.d_model, self.device)
+        check_given_picks(routing, x)
         settle(self, arm, replace(options, routing="device"), backend_of(x), tokens)
         if routing is not None:
-            routing = Routing(routing.ids.clone(), routing.weights.clone())
+            assert routing.affected_rows is not None
+            routing = Routing(routing.ids.clone(), routing.weights.clone(), routing.affected_rows.clone())
         token_ids = None if token_ids is None else token_ids.to(self.device).clone()
         return CapturedLayer(self, Inputs(x, routing, token_ids), arm, options)
 
@@ -317,38 +298,13 @@ class MoELayer:
         rows = max(1, x.shape[0] * self.spec.top_k // self.spec.num_experts)
         return rows * self.spec.d_model * self.spec.d_expert
 
-    def _check_branch(self, x: Tensor, branch: Tensor | None) -> None:
-        if branch is None:
-            return
-        if self.shared is None:
-            raise LabError("branch rows were given, but this layer has no shared expert.")
-        if branch.shape != x.shape or branch.device != x.device:
-            raise LabError(
-                f"branch is {tuple(branch.shape)} on {branch.device}; wanted x's {tuple(x.shape)} on {x.device}."
-            )
-
-    def _check_input(self, x: Tensor, routing: Routing | None) -> None:
-        if not isinstance(x, Tensor):
-            raise LabTypeError(f"x is a {type(x).__name__}; wanted a torch tensor [T, D].")
-        if routing is not None and not isinstance(routing, Routing):
-            raise LabTypeError(f"routing is a {type(routing).__name__}; wanted a moe_lab.Routing.")
-        if x.ndim != 2 or x.shape[1] != self.spec.d_model:
-            raise LabError(f"x has shape {tuple(x.shape)}; wanted [T, D] with D={self.spec.d_model}.")
-        if x.dtype not in DTYPES:
-            raise LabTypeError(f"x is {x.dtype}; wanted float32, float16 or bfloat16.")
-        if x.device != self.device:
-            raise LabError(f"x lives on {x.device} but the layer on {self.device}: move one of them.")
-        if routing is not None and (routing.tokens != x.shape[0] or routing.ids.device != x.device):
-            raise LabError(
-                f"routing holds T={routing.tokens} tokens on {routing.ids.device}, x has T={x.shape[0]} on {x.device}."
-            )
-
     def _repr_html_(self) -> str:
         s = self.spec
         facts = {
             "family": s.family,
             "sizes": f"D={s.d_model} F={s.d_expert} E={s.num_experts} K={s.top_k}",
             "formats": "/".join(self.experts.formats),
+            "layout": self.experts.layout,
             "experts": f"{'streamed' if isinstance(self.experts, StreamedExperts) else 'resident'} on {self.device}",
             "activation": s.activation,
             "router": f"{s.router.score}, {'normalised' if s.router.normalize else 'not normalised'}",
@@ -358,9 +314,9 @@ class MoELayer:
 
     def __repr__(self) -> str:
         s, kind = self.spec, "streamed" if isinstance(self.experts, StreamedExperts) else "resident"
-        formats = "/".join(self.experts.formats)
+        held = f"{'/'.join(self.experts.formats)} {self.experts.layout}"
         sizes = f"D={s.d_model} F={s.d_expert} E={s.num_experts} K={s.top_k}"
-        return f"MoELayer({s.family} layer {self.number}: {sizes}, {formats}, {kind} on {self.device})"
+        return f"MoELayer({s.family} layer {self.number}: {sizes}, {held}, {kind} on {self.device})"
 
 
 def _biases_of(experts: "ResidentExperts | StreamedExperts | TableExperts") -> ExpertBiases | None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lab.errors import LabError
 from moe_lab.families import get_family
 from moe_lab.spec import MoESpec
 
@@ -108,10 +107,3 @@ _MODELS = (
 )  # fmt: skip
 
 MODELS: dict[str, ModelDims] = {m.name: m for m in _MODELS}
-
-
-def get_model(name: str) -> ModelDims:
-    """A public model's sizes by name. LabError for an unknown name."""
-    if name not in MODELS:
-        raise LabError(f"no model is called {name!r}; known: {', '.join(MODELS)}.")
-    return MODELS[name]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_lab._types import Tensor, UInt8
-from moe_lab.arms.table import best_layout
+from moe_lab.arms import best_layout
 from moe_lab.assembly import LayerReader
 from moe_lab.card import byte_size, card, spans
 from moe_lab.checkpoint import TensorFile, TensorInfo, open_tensor_file

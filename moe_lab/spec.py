@@ -6,8 +6,8 @@ This module knows nothing about files, weights or devices.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from moe_lab.checks import wants, wants_number, wants_whole
 from moe_lab.errors import LabError, LabTypeError
@@ -232,6 +232,22 @@ class MoESpec:
     def d_routed(self) -> int:
         """The width of the rows that experts read and write: D, or the latent width."""
         return self.latent or self.d_model
+
+
+def differences(ours: MoESpec, theirs: MoESpec, *, rel: float = 0.0) -> list[tuple[str, Any, Any]]:
+    """(name, ours, theirs) of every setting that differs, such as ("router.scale", 2.0, 1.0), ("layer.limit", ...).
+    Fractions within `rel` of each other are equal: files keep them in fp32 or as text."""
+    found: list[tuple[str, Any, Any]] = []
+    pairs: list[tuple[str, Any, Any]] = [("router", ours.router, theirs.router), ("layer", ours, theirs)]
+    if ours.shared is not None and theirs.shared is not None:
+        pairs.append(("shared", ours.shared, theirs.shared))
+    skipped = {"router", *(("shared",) if len(pairs) > 2 else ())}
+    for record, one, two in pairs:
+        for name in (f.name for f in fields(one) if f.name not in skipped):
+            a, b = getattr(one, name), getattr(two, name)
+            if a != b and not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=rel)):
+                found.append((f"{record}.{name}", a, b))
+    return found
 
 
 def _family_name(family: object) -> str:

@@ -24,7 +24,9 @@ import torch
 from moe_lab.card import card
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.system.devices import current_stream
+from moe_lab.system.devices import record as record_on
 from moe_lab.trace import RoutingTrace, TraceWriter
+from moe_lab_kernels.backend import LaunchCount
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,9 +96,7 @@ class PhaseClock:
         self._end: Any = None
 
     def _event(self, stream: Any) -> Any:
-        event = torch.cuda.Event(enable_timing=True) if self._events is None else self._events.take()
-        event.record(stream)
-        return event
+        return record_on(torch.cuda.Event(enable_timing=True) if self._events is None else self._events.take(), stream)
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """Time spent inside counts as `name`, also when it ends in an exception."""
@@ -214,6 +214,8 @@ class Timing:
     its files (`stream.access`), None when resident.
     `predicted`: the next layer's experts that this call guessed, likeliest first; `prefetched`: how many of them were
     absent; `no_prefetch`: why there is no guess though `Options.prefetch` asked for one.
+    `layout`: how the experts lie in memory ("raw", "planar", "tiles"); `tiles`: the kernels by name, each with the
+    launch parameters that it was started with ("" on the torch path, which has none).
     """
 
     clock: PhaseClock = field(repr=False)
@@ -232,6 +234,13 @@ class Timing:
     predicted: tuple[int, ...] = ()
     prefetched: int = 0
     no_prefetch: str | None = None
+    layout: str = "raw"
+    kernels: LaunchCount = field(default_factory=LaunchCount, repr=False)
+
+    @property
+    def tiles(self) -> str:
+        """The launch parameters of every kernel that ran."""
+        return self.kernels.tiles
 
     @property
     def route_ms(self) -> float:
@@ -267,7 +276,7 @@ class Timing:
         t = self.clock.read()
         times = {f"{p}_ms": t[p] for p in PHASES}
         times["other_ms"] = t["wall"] - sum(t[p] for p in PHASES)
-        names = ("hits", "misses", "bytes_read", "submissions", "launches", "weight_bytes")
+        names = ("hits", "misses", "bytes_read", "submissions", "launches", "weight_bytes", "layout", "tiles")
         head = {n: getattr(self, n) for n in ("layer", "arm", "shared_arm", "backend", "tokens")}
         return {**head, **times, "wall_ms": t["wall"], **{n: getattr(self, n) for n in names}, "io_mode": self.io_mode}
 

@@ -13,7 +13,7 @@ import torch
 
 from moe_lab._types import Tensor
 from moe_lab.arms import ExpertBiases, ExpertStack
-from moe_lab.checks import wants
+from moe_lab.checks import wants, wants_tensor
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.formats import QuantTensor, Repacked
 from moe_lab.formats.layouts import RAW, Laid, refusal, repacked
@@ -35,8 +35,11 @@ def expect_tensor(what: str, t: Tensor | Laid | None, shape: tuple[int, ...] | N
 
 
 def on_device(record: Record, device: torch.device | str) -> Record:
-    """A record of tensors with each of them on `device`."""
+    """A record of tensors with each of them on `device`. LabError for one on "meta", which has no values to move."""
     held = {f.name: getattr(record, f.name) for f in fields(record)}  # type: ignore[arg-type]
+    for name, t in held.items():
+        if t is not None and t.device.type == "meta" != torch.device(device).type:
+            raise LabError(f"{type(record).__name__}.{name} is on meta, without values, and the layer on {device}.")
     moved = {name: t.to(device) for name, t in held.items() if t is not None}
     return replace(record, **moved)  # type: ignore[type-var]
 
@@ -168,10 +171,14 @@ def split_biases(
 ) -> tuple[RouterWeights, ExpertBiases | None]:
     """Router tensors and expert biases from `biases` by name (BIASES). LabError for other names or one given twice."""
     own = router if isinstance(router, RouterWeights) else RouterWeights(router)
+    if biases is not None:
+        wants("biases", biases, Mapping, f"a mapping from a name ({', '.join(BIASES)}) to its tensor")
     given = dict(biases or {})
-    unknown = sorted(set(given) - set(BIASES))
+    unknown = sorted(map(str, set(given) - set(BIASES)))
     if unknown:
         raise LabError(f"biases names {', '.join(unknown)}; possible: {', '.join(BIASES)}.")
+    for name, bias in given.items():
+        wants_tensor(f"biases[{name!r}]", bias)
     for name, attribute in (("router", "bias"), ("correction", "correction_bias")):
         if name in given:
             if getattr(own, attribute) is not None:

@@ -105,16 +105,57 @@ def has_dp4a(backend: Backend) -> bool:
     return backend == "cuda" and torch.version.hip is None
 
 
+# A kernel's constants that say how its work is cut: of weight rows, of tokens, of both together, and what a program
+# keeps at hand.
+CUT = (
+    "FORMAT", "ROWS", "TOKENS", "TOGETHER", "SHARED", "SUMS", "STAGED", "RESIDENT", "R", "B", "P", "DOWN_SHARED",
+    "DOWN_ROWS", "DOWN_SUMS", "NEXT_B", "NEXT_P", "BLOCK", "BLOCK_D", "TILE",
+)  # fmt: skip
+OF_LAUNCH = ("num_warps", "num_stages", "maxnreg")
+_PLACES: dict[str, tuple[tuple[str, int], ...]] = {}
+
+
+def _places(kernel: Any) -> tuple[tuple[str, int], ...]:
+    """Which of its positional arguments a kernel's constants of `CUT` are."""
+    own = f"{kernel.__module__}.{kernel.__name__}"
+    if own not in _PLACES:
+        names = getattr(kernel, "arg_names", ())
+        _PLACES[own] = tuple((name, names.index(name)) for name in CUT if name in names)
+    return _PLACES[own]
+
+
 @dataclass
 class LaunchCount:
-    """Kernels started inside a `count_launches()` block; replays of a captured graph start none from here."""
+    """Kernels started inside a `count_launches()` block; replays of a captured graph start none from here. `cuts`: each
+    way in which one was cut, once, as (kernel, values of its constants in `CUT`, values of `OF_LAUNCH`)."""
 
     by_kernel: Counter[str] = field(default_factory=Counter)
+    cuts: dict[tuple[str, tuple[Any, ...], tuple[Any, ...]], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def launches(self) -> int:
         """All of them."""
         return sum(self.by_kernel.values())
+
+    def note(self, kernel: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+        """One more, and how it was cut."""
+        self.by_kernel[kernel.__name__] += 1
+        places = _places(kernel)
+        found = tuple(args[at] for _, at in places if at < len(args))
+        self.cuts[kernel.__name__, found, tuple(map(meta.get, OF_LAUNCH))] = tuple(name for name, _ in places)
+
+    @property
+    def tiles(self) -> str:
+        """Each kernel by name with the launch parameters that it ran with, in the order of first use."""
+        return "; ".join(
+            " ".join([kernel.strip("_"), *_said(names, values), *_said(OF_LAUNCH, launched)])
+            for (kernel, values, launched), names in self.cuts.items()
+        )
+
+
+def _said(names: tuple[str, ...], values: tuple[Any, ...]) -> list[str]:
+    plain = [(name.lower(), getattr(value, "value", value)) for name, value in zip(names, values, strict=False)]
+    return [f"{name}={value}" for name, value in plain if value is not None]
 
 
 _COUNTS: ContextVar[tuple[LaunchCount, ...]] = ContextVar("moe_lab_launches", default=())
@@ -184,7 +225,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         recorded.append(Launch(kernel, grid, args, {"enable_fp_fusion": False, **meta}))
         return
     for count in _COUNTS.get():
-        count.by_kernel[kernel.__name__] += 1
+        count.note(kernel, args, meta)
     with on_device(device):
         kernel[grid](*args, enable_fp_fusion=False, **meta)
 

@@ -2,31 +2,21 @@
 
 from collections.abc import Sequence
 
-from moe_lab.arms.base import (
-    Arm,
-    ArmContext,
-    ArmExtras,
-    DeviceWork,
-    ExpertBiases,
-    ExpertStack,
-    Group,
-    PlannedWork,
-    Schedule,
-    Work,
-    batched_schedule,
-    per_token_schedule,
-    waves,
-)
+from moe_lab.arms.base import Arm, ArmContext, ArmExtras, Work
 from moe_lab.arms.by_rows import ByRows, Range, Table
 from moe_lab.arms.gemv import Gemv, PerToken
 from moe_lab.arms.gemv_float import has_float_products
 from moe_lab.arms.grouped import Grouped
 from moe_lab.arms.guard import blaming, check_arm, expect_reason, is_own, unread
 from moe_lab.arms.mmq import Mmq, MmqFolded
+from moe_lab.arms.names import split_layout
 from moe_lab.arms.reference import Reference
+from moe_lab.arms.schedule import DeviceWork, Group, PlannedWork, Schedule, batched_schedule, per_token_schedule, waves
+from moe_lab.arms.stack import ExpertBiases, ExpertStack
 from moe_lab.arms.table import in_layout, ranked
 from moe_lab.errors import LabError
 from moe_lab.formats.layouts import RAW
+from moe_lab.formats.layouts import refusal as no_layout
 from moe_lab.spec import MoESpec
 
 ARMS: dict[str, Arm] = {a.name: a for a in (Reference(), PerToken(), Table(), Gemv(), Grouped(), Mmq(), MmqFolded())}
@@ -70,6 +60,25 @@ def get_arm(
     return arm
 
 
+def best_layout(backend: str, formats: Sequence[str], spec: MoESpec) -> str:
+    """The layout in which a layer is quickest at one token, by the device's table: of the first arm in it that can run
+    there. Raw where no table knows the layer, or none of its arms can."""
+    for name, layout in map(split_layout, ranked(backend, formats, spec, 1)):
+        arm = ARMS.get(name)
+        if arm is None or not _takes(arm, 1) or not _lies(formats, spec, layout):
+            continue
+        if refusal(arm, formats, backend, spec, layout) is None:
+            return layout
+    return RAW
+
+
+def _lies(formats: Sequence[str], spec: MoESpec, layout: str) -> bool:
+    """Whether gate (where there is one), up and down of these formats can be kept in a layout."""
+    *inner, down = formats
+    sizes = [*((f, spec.d_expert, spec.d_routed) for f in inner), (down, spec.d_routed, spec.d_expert)]
+    return all(no_layout(layout, *each) is None for each in sizes)
+
+
 def _takes(arm: Arm, tokens: int | None) -> bool:
     """Whether T is within what the arm says it takes at most."""
     most = getattr(arm, "most_tokens", None)
@@ -109,5 +118,6 @@ def refusal(arm: Arm, formats: Sequence[str], backend: str, spec: MoESpec | None
 
 __all__ = [
     "ARMS", "Arm", "ArmContext", "ArmExtras", "DeviceWork", "ExpertBiases", "ExpertStack", "Group", "PlannedWork",
-    "Schedule", "Work", "batched_schedule", "get_arm", "layer_tolerance", "per_token_schedule", "refusal", "waves",
+    "Schedule", "Work", "batched_schedule", "best_layout", "get_arm", "layer_tolerance", "per_token_schedule",
+    "refusal", "waves",
 ]  # fmt: skip

@@ -1,134 +1,22 @@
 """What an arm is: one way of executing the experts' mathematics.
 
-An arm gets rows, the experts' weights (some slots hold them) and a schedule, and writes each (token, slot) pair's
-down row. Routing, fetching and combining happen elsewhere and are the same for every arm.
+An arm gets rows, the experts' weights (`stack`: some slots hold them) and a schedule, and writes each (token, slot)
+pair's down row. Routing, fetching and combining happen elsewhere and are the same for every arm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from moe_lab._types import Tensor
+from moe_lab.arms.schedule import DeviceWork, Group, PlannedWork, Schedule
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.errors import LabError
-from moe_lab.formats import QuantTensor
-from moe_lab.formats.layouts import Laid, layout_of
-from moe_lab.routing import ExpertPlan
 from moe_lab.spec import MoESpec
 from moe_lab.workspace import Scratch
-from moe_lab_kernels.grouped.tiles import WorkList, tokens_for, work_list
-from moe_lab_kernels.slots.pointer_table import Weights
-
-
-class Group(NamedTuple):
-    """One expert's pairs within a step: pairs `first` .. `first + rows - 1` of the schedule."""
-
-    expert: int
-    first: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
-    """The order of work. token, slot int64 [P]: pair p is slot `slot[p]` of token `token[p]`; weight fp32 [P] is the
-    router's, for formulas that need it before the combine.
-
-    `steps`: each a list of groups handed over together (one submission); a group's pairs are contiguous.
-    """
-
-    token: Tensor
-    slot: Tensor
-    weight: Tensor
-    steps: tuple[tuple[Group, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertBiases:
-    """Biases of all E experts, whichever of them are at hand: gate, up [E, F], down [E, D]. No gate, no gate bias."""
-
-    up: Tensor
-    down: Tensor
-    gate: Tensor | None = None
-
-
-class ExpertStack:
-    """Expert weights at hand: gate and up [S, F, D], down [S, D, F], and which slot holds which expert. `gate` is None
-    where experts have none. All parts lie in one layout (`formats.layouts`); LabError where they do not.
-
-    Remembers what the CPU paths decode from a slot (fp32 values, integer forms) for as long as it lives: for ever when
-    the layer is resident, one wave of experts when streamed.
-    """
-
-    def __init__(
-        self,
-        gate: Laid | None,
-        up: Laid,
-        down: Laid,
-        slot_of: dict[int, int],
-        biases: ExpertBiases | None = None,
-    ) -> None:
-        self.up, self.down, self.slot_of, self.biases = up, down, slot_of, biases
-        self._gate = gate
-        self._decoded: dict[tuple[str, str, int], Any] = {}
-        self.layout = layout_of(self.parts)
-
-    @property
-    def gate(self) -> Laid:
-        """The gate projections. LabError where experts have none."""
-        if self._gate is None:
-            raise LabError("these experts have no gate projection.")
-        return self._gate
-
-    @cached_property
-    def parts(self) -> dict[str, Laid]:
-        """What there is of gate, up and down; not to be changed."""
-        named = {"gate": self._gate, "up": self.up, "down": self.down}
-        return {name: q for name, q in named.items() if q is not None}
-
-    def bias(self, part: str, expert: int) -> Tensor | None:
-        """One expert's bias [N], or None."""
-        bias = None if self.biases is None else getattr(self.biases, part)
-        return None if bias is None else bias[expert]
-
-    def part(self, name: str) -> Laid:
-        """ "gate", "up" or "down", stacked over slots."""
-        return getattr(self, name)
-
-    def weights(self, part: str) -> Weights:
-        """A part's bytes of all slots as the kernels for its layout take them: raw rows [S, N, row_bytes], tiles
-        [S, N / 16, tile_bytes], planes [S, 1, bytes]."""
-        return by_slot(self.part(part))
-
-    def matrix(self, part: str, expert: int) -> QuantTensor:
-        """One expert's matrix as raw bytes, whatever the layout."""
-        return self.part(part)[self.slot_of[expert]].to_raw()
-
-    def values(self, part: str, expert: int) -> Tensor:
-        """One expert's matrix in fp32 [N, Kd]."""
-        return self._remember("values", part, expert, QuantTensor.dequantize)
-
-    def integers(self, part: str, expert: int) -> Any:
-        """One expert's matrix as an IntegerForm."""
-        return self._remember("integers", part, expert, QuantTensor.integer_form)
-
-    def _remember(self, kind: str, part: str, expert: int, decode: Callable[[QuantTensor], Any]) -> Any:
-        key = (kind, part, self.slot_of[expert])
-        if key not in self._decoded:
-            self._decoded[key] = decode(self.matrix(part, expert))
-        return self._decoded[key]
-
-    @cached_property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's matrices."""
-        return sum(q.nbytes // max(1, len(q)) for q in self.parts.values())
-
-
-def by_slot(weight: Laid) -> Tensor:
-    """Bytes of a stack of matrices, three axes in every layout: planes are one row a slot."""
-    return weight.data if weight.data.ndim == 3 else weight.data.unsqueeze(1)
 
 
 @dataclass(slots=True)
@@ -221,94 +109,15 @@ class ArmExtras(Protocol):
         and so the shared expert as one more group; else why not. Without it the arm is refused for shared="fused"."""
         ...
 
-    def experts_on_device(self, x: Tensor, stack: ExpertStack, work: "DeviceWork", y: Tensor, ctx: ArmContext) -> None:
+    def experts_on_device(self, x: Tensor, stack: ExpertStack, work: DeviceWork, y: Tensor, ctx: ArmContext) -> None:
         """`experts` for groups that the host does not know: nothing is read back, so the call may be captured in a CUDA
         graph. Of at most 8 tokens. Without it and `experts_of_plan` the arm is refused for routing="device" and
         `MoELayer.capture`."""
         ...
 
-    def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: "PlannedWork", y: Tensor, ctx: ArmContext) -> None:
+    def experts_of_plan(self, x: Tensor, stack: ExpertStack, plan: PlannedWork, y: Tensor, ctx: ArmContext) -> None:
         """The same for any number of tokens and resident experts, from the plan itself."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceWork:
-    """Work whose groups only the device knows. In the plan's order, 0 for pairs in no chunk: token int32, weight fp32
-    and row int32 [P], the row of y as [T * K, D] that a pair writes. `chunks` int32 [C, 3] (slot of the stack, first
-    pair, rows), padded with entries that mean nothing. `most_rows` bounds a chunk's rows, as the host knows. `expert`
-    int32 [C]: each chunk's expert, for what belongs to an expert and not to a slot (None: slots are experts)."""
-
-    token: Tensor
-    weight: Tensor
-    row: Tensor
-    chunks: Tensor
-    most_rows: int
-    expert: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedWork:
-    """A plan as it lies on the device, experts in the slots of their own numbers: token, slot int32 and weight fp32
-    [P], pairs by expert; offsets int32 [E + 1]; counts int32 [E], 0 where an expert's pairs are another arm's. Entries
-    past offsets[E] mean nothing."""
-
-    token: Tensor
-    slot: Tensor
-    weight: Tensor
-    counts: Tensor
-    offsets: Tensor
-
-    def tiles(self, rows: int | None = None) -> WorkList:
-        """Tiles of at most `rows` pairs (None: of about as many as an expert has on average), made on the device."""
-        pairs, experts = len(self.token), len(self.counts)
-        return work_list(self.counts, self.offsets, pairs, rows or tokens_for(pairs, min(pairs, experts)))
-
-    def known(self) -> Schedule:
-        """The same on the host, for the torch paths: one step at most, of the experts that have pairs, ascending."""
-        pairs: list[int] = []
-        groups: list[Group] = []
-        for e, (first, n) in enumerate(zip(self.offsets.tolist(), self.counts.tolist(), strict=False)):
-            groups += [Group(e, len(pairs), n)] * (n > 0)
-            pairs += range(first, first + n)
-        token, slot, weight = (t[pairs] for t in (self.token.long(), self.slot.long(), self.weight))
-        return Schedule(token, slot, weight, (tuple(groups),) if groups else ())
-
-
-def batched_schedule(plan: ExpertPlan) -> Schedule:
-    """All groups in one step, experts ascending. Reads the plan back to the host, if any token is there."""
-    counts = plan.counts.tolist() if len(plan.token) else []
-    groups, first = [], 0
-    for expert, rows in enumerate(counts):
-        if rows:
-            groups.append(Group(expert, first, rows))
-            first += rows
-    steps = (tuple(groups),) if groups else ()
-    return Schedule(plan.token[:first].long(), plan.slot[:first].long(), plan.weight[:first], steps)
-
-
-def per_token_schedule(plan: ExpertPlan) -> Schedule:
-    """One step a token, experts ascending within it; tokens without picks have no step."""
-    batched = batched_schedule(plan)
-    order = torch.sort(batched.token, stable=True).indices
-    expert_of = torch.repeat_interleave(torch.arange(len(plan.counts), device=plan.counts.device), plan.counts.long())
-    token, slot, expert = batched.token[order], batched.slot[order], expert_of[order]
-    steps: dict[int, list[Group]] = {}
-    for p, (t, e) in enumerate(zip(token.tolist(), expert.tolist(), strict=True)):
-        groups = steps.setdefault(t, [])
-        if groups and groups[-1].expert == e:
-            groups[-1] = Group(e, groups[-1].first, groups[-1].rows + 1)
-        else:
-            groups.append(Group(e, p, 1))
-    return Schedule(token, slot, batched.weight[order], tuple(tuple(g) for g in steps.values()))
-
-
-def waves(groups: Sequence[Group], slots: int) -> Iterable[tuple[Group, ...]]:
-    """Cut a step on expert boundaries into runs of at most `slots` experts."""
-    if slots < 1:
-        raise LabError(f"a cache of {slots} slots holds no expert; wanted at least 1.")
-    for i in range(0, len(groups), slots):
-        yield tuple(groups[i : i + slots])
 
 
 def activate(gate: Tensor, up: Tensor, ctx: ArmContext) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from moe_lab._types import Tensor
 from moe_lab.formats.layouts import RAW
-from moe_lab_kernels.gemv import gemv, lane_rows, mlp, sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.gemv import gemv, lane_rows, mlp
+from moe_lab_kernels.gemv.tiled import mlp as tiled_mlp
+from moe_lab_kernels.gemv.tiled import sum_rows, tiled
 
 
 class Kernels(NamedTuple):

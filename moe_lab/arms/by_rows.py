@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import Arm, ArmContext, ExpertStack, Group, PlannedWork, Schedule
+from moe_lab.arms.base import Arm, ArmContext
 from moe_lab.arms.gemv import Gemv
 from moe_lab.arms.guard import unread
 from moe_lab.arms.lists import closed_up
+from moe_lab.arms.schedule import Group, PlannedWork, Schedule
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.errors import LabError
 from moe_lab.spec import MoESpec
 from moe_lab.tolerances import tol

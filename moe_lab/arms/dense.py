@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from moe_lab._types import Float, Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack
+from moe_lab.arms.base import ArmContext
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.spec import MoESpec
 
 ACTIVATIONS = {

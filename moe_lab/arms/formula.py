@@ -3,7 +3,8 @@
 import math
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertBiases
+from moe_lab.arms.base import ArmContext
+from moe_lab.arms.stack import ExpertBiases
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.rows import hidden
 from moe_lab_kernels.rows.hidden import Gate
@@ -36,6 +37,12 @@ def weighed_rows(x: Tensor, token: Tensor, weight: Tensor | None, spec: MoESpec)
     if weight is None or spec.weight_place != "input":
         return None
     return x[token.long().clamp(0, max(0, len(x) - 1))].float() * weight.float()[:, None]
+
+
+def source_rows(x: Tensor, token: Tensor, weight: Tensor | None, spec: MoESpec) -> tuple[Tensor, Tensor | None]:
+    """What the first products read: rows, and the row of each pair (None: pairs have rows of their own, weighed)."""
+    own = weighed_rows(x, token, weight, spec)
+    return (x, token) if own is None else (own, None)
 
 
 def bias_parts(biases: ExpertBiases | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_lab.arms.base import ExpertStack, Group, Schedule, by_slot
 from moe_lab.arms.grouped import weight_of
+from moe_lab.arms.schedule import Group, Schedule
+from moe_lab.arms.stack import ExpertStack, by_slot
 from moe_lab.formats import QuantTensor
 from moe_lab.spec import MoESpec
 from moe_lab_kernels.grouped.operands import Weight

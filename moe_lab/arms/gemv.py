@@ -9,13 +9,17 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, DeviceWork, ExpertStack, Group, PlannedWork, Schedule, activate, reads_only
+from moe_lab.arms.base import ArmContext, activate, reads_only
 from moe_lab.arms.by_layout import kernels_for
-from moe_lab.arms.gemv_float import is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
+from moe_lab.arms.formula import gate_of
+from moe_lab.arms.gemv_float import PairWork, is_plain, kernel_mlp, lacks_formula, meets, torch_mlp
 from moe_lab.arms.lists import chunk_table, closed_up, numbers, shared_table
+from moe_lab.arms.schedule import DeviceWork, Group, PlannedWork, Schedule
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.formats import FORMATS
 from moe_lab.formats.layouts import RAW
 from moe_lab.spec import MoESpec
+from moe_lab_kernels.gemv.mlp_call import Experts
 from moe_lab_kernels.gemv_float.steps import WALKS
 
 
@@ -71,13 +75,14 @@ class Gemv:
         most = max((rows for _, _, rows in chunks), default=1)
         whose = None if stack.biases is None else _experts_of(groups, ctx.chunk_rows, x.device)
         to = token * y.shape[1] + slot
-        self._mlp(x, token, stack, table, most, ctx, y.view(-1, y.shape[-1]), to, weight, whose)
+        self._mlp(PairWork(x, token, table, most, y.view(-1, y.shape[-1]), to, weight, whose), stack, ctx)
 
     def experts_on_device(self, x: Tensor, stack: ExpertStack, work: DeviceWork, y: Tensor, ctx: ArmContext) -> None:
         """See `ArmExtras.experts_on_device`."""
         out = y.view(-1, y.shape[-1])
         if ctx.backend != "torch":
-            self._mlp(x, work.token, stack, work.chunks, work.most_rows, ctx, out, work.row, work.weight, work.expert)
+            pairs = PairWork(x, work.token, work.chunks, work.most_rows, out, work.row, work.weight, work.expert)
+            self._mlp(pairs, stack, ctx)
             return
         held = {slot: expert for expert, slot in stack.slot_of.items()}
         groups = [Group(held[s], first, rows) for s, first, rows in work.chunks.tolist() if s >= 0 and rows]
@@ -91,7 +96,7 @@ class Gemv:
         if ctx.backend != "torch":
             row = torch.add(plan.slot, plan.token, alpha=y.shape[1])
             chunks, out = plan.tiles(ctx.chunk_rows).tiles, y.view(-1, y.shape[-1])
-            self._mlp(x, plan.token, stack, chunks, ctx.chunk_rows, ctx, out, row, plan.weight)
+            self._mlp(PairWork(x, plan.token, chunks, ctx.chunk_rows, out, row, plan.weight), stack, ctx)
             return
         known = plan.known()
         for groups in known.steps:
@@ -109,25 +114,11 @@ class Gemv:
         out = ctx.empty("shared rows", (len(x), stack.down.shape[1]), ctx.store_dtype, x.device)
         table = shared_table(len(x), ctx.chunk_rows, x.device)
         with ctx.phase("shared expert") as inner:
-            return self._mlp(x, rows, stack, table, min(len(x), ctx.chunk_rows), inner, out, rows)
+            return self._mlp(PairWork(x, rows, table, min(len(x), ctx.chunk_rows), out, rows), stack, inner)
 
-    def _mlp(
-        self,
-        x: Tensor,
-        token: Tensor,
-        stack: ExpertStack,
-        table: Tensor,
-        most_rows: int,
-        ctx: ArmContext,
-        out: Tensor,
-        out_row: Tensor,
-        weight: Tensor | None = None,
-        bias_of: Tensor | None = None,
-    ) -> Tensor:
-        """The kernels' path for these formats and this formula; arguments as in `kernel_mlp`."""
-        if is_plain(stack, ctx):
-            return _kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row)
-        return kernel_mlp(x, token, stack, table, most_rows, ctx, out, out_row, weight, bias_of)
+    def _mlp(self, work: PairWork, stack: ExpertStack, ctx: ArmContext) -> Tensor:
+        """The kernels' path for these formats and this formula."""
+        return _kernel_mlp(work, stack, ctx) if is_plain(stack, ctx) else kernel_mlp(work, stack, ctx)
 
 
 class PerToken(Gemv):
@@ -160,28 +151,18 @@ def _experts_of(groups: Sequence[Group], chunk_rows: int, device: torch.device) 
     return torch.tensor(experts, dtype=torch.int32, device=device)
 
 
-def _kernel_mlp(
-    x: Tensor,
-    token: Tensor,
-    stack: ExpertStack,
-    table: Tensor,
-    most_rows: int,
-    ctx: ArmContext,
-    out: Tensor,
-    out_row: Tensor,
-) -> Tensor:
-    """The same through the Triton kernels, written to out[out_row]: two launches where gate and up share a format, else
-    quantise, gate, quantise, up, activation, quantise, down. `table` int32 [C, 3] lies on the device and may be padded;
-    pairs in no chunk are left alone. Nothing is read back.
-    """
+def _kernel_mlp(work: PairWork, stack: ExpertStack, ctx: ArmContext) -> Tensor:
+    """`kernel_mlp` of rows in q8_1: two launches where gate and up share a format, else quantise, gate, quantise, up,
+    activation, quantise, down. Pairs in no chunk are left alone."""
+    x, token, table, most_rows, out, out_row, *_ = work
     use, largest = kernels_for(stack.layout), 1 << max(0, most_rows - 1).bit_length()
     gate, up, down = stack.gate, stack.up, stack.down
     gates, ups, downs = (stack.weights(part) for part in ("gate", "up", "down"))
     row_of, target = token.to(torch.int32), out_row.to(torch.int32)
     if gate.format == up.format:
-        how = {"gelu": ctx.spec.activation == "gelu_tanh", "limit": ctx.spec.limit, "store": ctx.store_dtype}
-        weights, formats = (gates, ups, downs), (gate.format, down.format)
-        return use.mlp(x, row_of, *weights, table, *formats, out, target, max_rows=largest, empty=ctx.empty, **how)
+        experts = Experts(gates, ups, downs, gate.format, down.format)
+        how = {"how": gate_of(ctx.spec), "store": ctx.store_dtype, "max_rows": largest, "empty": ctx.empty}
+        return use.mlp(x, row_of, experts, table, out, target, **how)
     made = [ctx.empty(name, (len(token), gate.shape[1]), ctx.store_dtype, x.device) for name in ("gate", "up")]
     own = numbers(len(token), x.device)
     for q, w, to in ((gate, gates, made[0]), (up, ups, made[1])):

@@ -9,11 +9,12 @@ On the CPU, products of rows as they come are in float64, rounded once to fp32 (
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from moe_lab._types import Float, Float32, Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, lacks_kernel
+from moe_lab.arms.base import ArmContext, lacks_kernel
 from moe_lab.arms.by_layout import kernels_for
 from moe_lab.arms.formula import gate_of, hidden_rows, weighed_rows
 from moe_lab.arms.formula import lacks_formula as lacks_hidden_rows
@@ -21,6 +22,8 @@ from moe_lab.arms.fused import FusedStack
 from moe_lab.arms.grouped import weight_of
 from moe_lab.arms.integer import RAW_SUM_OFFSET, integer_matmul
 from moe_lab.arms.lists import numbers
+from moe_lab.arms.schedule import Group
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.errors import LabError
 from moe_lab.formats import QuantTensor, quantize_activations, quantize_q8_1
 from moe_lab.spec import MoESpec
@@ -79,24 +82,25 @@ def is_plain(stack: ExpertStack, ctx: ArmContext) -> bool:
     return kinds == {"q8_1"} and not spec.expert_bias and spec.weight_place == "output" and lacks_kernel(spec) is None
 
 
-def kernel_mlp(
-    x: Tensor,
-    token: Tensor,
-    stack: ExpertStack,
-    table: Tensor,
-    most_rows: int,
-    ctx: ArmContext,
-    out: Tensor,
-    out_row: Tensor,
-    weight: Tensor | None = None,
-    bias_of: Tensor | None = None,
-) -> Tensor:
-    """Down rows of every pair through the Triton kernels, written to out[out_row].
+class PairWork(NamedTuple):
+    """What a submission of P pairs is given: rows x [T, D]; token, out_row int [P], the row of x that a pair takes and
+    the row of `out` that it goes to; `table` int32 [C, 3] of chunks of at most `most_rows` rows, on the device, perhaps
+    padded; `weight` fp32 [P], the router's; `bias_of` int32 [C]: each chunk's expert (None: its slot)."""
 
-    x [T, D]; token, out_row int [P]; `table` int32 [C, 3] on the device, which may be padded; `weight` fp32 [P], the
-    router's; `bias_of` int32 [C]: each chunk's expert (None: its slot). What belongs to pairs in no chunk is undefined.
-    Nothing is read back.
-    """
+    x: Tensor
+    token: Tensor
+    table: Tensor
+    most_rows: int
+    out: Tensor
+    out_row: Tensor
+    weight: Tensor | None = None
+    bias_of: Tensor | None = None
+
+
+def kernel_mlp(work: PairWork, stack: ExpertStack, ctx: ArmContext) -> Tensor:
+    """Down rows of every pair through the Triton kernels, written to out[out_row]. What belongs to pairs in no chunk is
+    undefined. Nothing is read back."""
+    x, token, table, most_rows, out, out_row, weight, bias_of = work
     spec, device, count = ctx.spec, x.device, len(token)
     most = 1 << max(0, most_rows - 1).bit_length()
     own = numbers(count, device)

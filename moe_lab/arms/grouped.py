@@ -7,16 +7,18 @@ at the store points). A row's bits depend neither on the batch nor on the tiles 
 batched, streamed and alone are the same; where torch computes, products are in float64 and rounded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertBiases, ExpertStack, Group, PlannedWork, Schedule, by_slot, reads_only
-from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, weighed_rows
+from moe_lab.arms.base import ArmContext, reads_only
+from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, source_rows
 from moe_lab.arms.grouped_fp8 import fp8_mlp
 from moe_lab.arms.lists import numbers, shared_tiles, tiles_of, zeros
+from moe_lab.arms.schedule import Group, PlannedWork, Schedule
+from moe_lab.arms.stack import ExpertBiases, ExpertStack, by_slot
 from moe_lab.formats import QuantTensor
 from moe_lab.formats.layouts import RAW, Laid
 from moe_lab.spec import MoESpec
@@ -28,14 +30,19 @@ from moe_lab_kernels.grouped.staged import STAGED as STEPS_BY_WORDS
 from moe_lab_kernels.grouped.steps import STEPS
 from moe_lab_kernels.grouped.tiles import MOST_FP8_TOKENS, TOKENS, WorkList, tokens_for
 
-# Rows an expert from which on weights are decoded to scratch memory first. Measured on an H200, us of the layer decoded
-# first against the products that decode: q2_k + q3_k at 128 rows an expert 858 and 788 (qwen3-30b-a3b), 1,853 and 1,849
-# (mixtral-8x7b), at 512 1,684 and 2,300 (qwen3); q4_k + q6_k at 128 1,940 and 3,564 (mixtral); mxfp4_oss at 128 873 and
-# 601, at 256 19.6 and 16.8 ms (deepseek-v3-like), at 512 3,516 and 3,760 (mixtral); with rows that fill no step 5,573
-# and 6,100 at 256 (gpt-oss-120b-like). Scratch: at most DECODED_BYTES, and a sixteenth of memory.
+# Rows an expert from which on weights are decoded to scratch memory first; gate and up by theirs, down by its own.
+# Measured on an H200, us decoded first (the pass and the products on it) against the products that decode. q3_k down at
+# 128 rows an expert 300 and 364 (qwen3-30b-a3b), 650 and 839 (mixtral-8x7b); q2_k gate + up at 128 rows 555 and 396,
+# 1,250 and 989; q4_k gate + up at 128 580 and 577, 1,290 and 1,350; q6_k down at 128 326 and 385, 690 and 897, at 32
+# 277 and 185 (qwen3). mxfp4_oss layers at 128 873 and 601, at 256 19.6 and 16.8 ms (deepseek-v3-like), at 512 3,516 and
+# 3,760 (mixtral); with rows that fill no step 5,573 and 6,100 at 256 (gpt-oss-120b-like). Scratch: at most
+# DECODED_BYTES, and a sixteenth of memory.
 DECODE_FROM_ROWS = 96
-DECODE_FROM = {"q2_k": 160, "q3_k": 160, "mxfp4_oss": 384, "mxfp8": 384, "fp8_block": 384}
+DECODE_FROM = {"q2_k": 160, "mxfp4_oss": 384, "mxfp8": 384, "fp8_block": 384}
 DECODE_UNEVEN_FROM = {"mxfp4_oss": 192}  # where a row's end cuts a step
+# Where rows begin at no multiple of 16 bytes: gemma4-26b-a4b-like's gate + up of q2_k, 924 bytes a row, 565, 755 and
+# 1,547 us at 8, 32 and 128 rows; decoding takes 320, the products then some 230, 260 and 370.
+DECODE_CROOKED_FROM = {"q2_k": 24}
 DECODED_BYTES = 4 << 30
 PARTS = ("gate", "up", "down")
 
@@ -141,25 +148,19 @@ def _kernel_mlp(
     if ctx.activation == "fp8":
         fp8_mlp(x, to, stack, work, ctx, out, weight)
         return
-    pairs, operand, own = len(to.row), operand_dtype(x), weighed_rows(x, to.row, weight, ctx.spec)
-    rows, row_of = (x, to.row) if own is None else (own, None)
+    pairs, operand = len(to.row), operand_dtype(x)
+    rows, row_of = source_rows(x, to.row, weight, ctx.spec)
     weights = [weight_of(stack.part(name)) for name in PARTS]
-    shape, slots = (pairs, weights[0].rows), len(weights[0].data)
+    shape = (pairs, weights[0].rows)
     names = ["hidden"] if _fuses(weights, operand, ctx) else ["hidden", "gate", "up"]
     rooms = [ctx.empty(n, shape, operand if n == "hidden" else ctx.store_dtype, x.device) for n in names]
     call = _Call(rows.to(operand), row_of, to, stack.biases, weight, ctx, rooms, out)
-    as_they_lie = all(w.layout == RAW for w in weights)
-    if as_they_lie and (pairs < decode_from(weights) * slots or not all(map(decoded.can_decode, weights))):
-        _products(call, weights, work)
-        return
-    wave = decoded.slots_a_wave(weights, _decoded_bytes(x.device))
-    scratch = [
-        ctx.empty(f"decoded {name}", (decoded.scratch_values(w, wave),), operand, x.device)
-        for name, w in zip(PARTS, weights, strict=True)
-    ]
-    for first, some in decoded.waves(work, slots, wave):
-        plain = [decoded.decode_slots(w, first, wave, room) for w, room in zip(weights, scratch, strict=True)]
-        _products(call, plain, some)
+    for plain, some in _ready(PARTS[:2], weights[:2], work, call):
+        _gate_up(call, plain, some)
+    hidden = _hidden(call)
+    for (down,), some in _ready(PARTS[2:], weights[2:], work, call):
+        bias = bias_parts(call.biases)[2]
+        gg.grouped_product(hidden, None, down, some, call.out, to=call.to, bias=bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,12 +178,13 @@ class _Call:
 
 
 def decode_from(weights: Sequence[go.Weight]) -> int:
-    """Rows a slot from which on these matrices are decoded first: as its costliest wants it."""
+    """Rows a slot from which on these matrices are decoded first: as the costliest wants it."""
 
     def of(w: go.Weight) -> int:
         uneven = w.kd % STEPS_BY_WORDS.get(w.format, STEPS[w.format]).values != 0
         own = DECODE_FROM.get(w.format, DECODE_FROM_ROWS)
-        return min(own, DECODE_UNEVEN_FROM.get(w.format, own)) if uneven else own
+        sooner = DECODE_UNEVEN_FROM if uneven else DECODE_CROOKED_FROM if w.data.stride(-2) % 16 else {}
+        return min(own, sooner.get(w.format, own))
 
     return min(map(of, weights))
 
@@ -198,19 +200,44 @@ def _fuses(weights: Sequence[go.Weight], operand: torch.dtype, ctx: ArmContext) 
     return ctx.store_dtype == operand and go.alike(weights[0], weights[1]) is None
 
 
-def _products(call: _Call, weights: Sequence[go.Weight], work: WorkList) -> None:
-    """Gate, up, activation and down of the pairs in the work list."""
-    (gate, up, down), hidden, ctx = weights, call.rooms[0], call.ctx
-    of_gate, of_up, of_down = bias_parts(call.biases)
+def _ready(
+    names: Sequence[str], weights: Sequence[go.Weight], work: WorkList, call: _Call
+) -> Iterator[tuple[Sequence[go.Weight], WorkList]]:
+    """Weights that are multiplied together and the tiles that meet them: all as they lie, or decoded, wave after wave;
+    each product as its own formats want it."""
+    slots, device, ctx = len(weights[0].data), call.rows.device, call.ctx
+    raw = all(w.layout == RAW for w in weights)
+    if raw and (len(call.to.row) < decode_from(weights) * slots or not all(map(decoded.can_decode, weights))):
+        yield weights, work
+        return
+    wave = decoded.slots_a_wave(weights, _decoded_bytes(device))
+    with ctx.phase("decoded weights") as inner:
+        rooms = [
+            inner.empty(f"decoded {name}", (decoded.scratch_values(w, wave),), call.rows.dtype, device)
+            for name, w in zip(names, weights, strict=True)
+        ]
+        for first, some in decoded.waves(work, slots, wave):
+            yield [decoded.decode_slots(w, first, wave, room) for w, room in zip(weights, rooms, strict=True)], some
+
+
+def _gate_up(call: _Call, weights: Sequence[go.Weight], work: WorkList) -> None:
+    """Hidden rows of the pairs in the work list, or gate and up."""
+    gate, up = weights
+    of_gate, of_up, _ = bias_parts(call.biases)
     if len(call.rooms) == 1:
         both = None if of_gate is None or of_up is None else (of_gate, of_up)
-        how = gate_of(ctx.spec, call.weight)
-        gg.grouped_gate_up(call.rows, call.row_of, gate, up, work, hidden, how=how, biases=both)
+        how = gate_of(call.ctx.spec, call.weight)
+        gg.grouped_gate_up(call.rows, call.row_of, gate, up, work, call.rooms[0], how=how, biases=both)
     else:
         gg.grouped_product(call.rows, call.row_of, gate, work, call.rooms[1], bias=of_gate)
         gg.grouped_product(call.rows, call.row_of, up, work, call.rooms[2], bias=of_up)
-        hidden = hidden_rows(call.rooms[1], call.rooms[2], call.weight, ctx).to(hidden.dtype)
-    gg.grouped_product(hidden, None, down, work, call.out, to=call.to, bias=of_down)
+
+
+def _hidden(call: _Call) -> Tensor:
+    """What down multiplies."""
+    if len(call.rooms) == 1:
+        return call.rooms[0]
+    return hidden_rows(call.rooms[1], call.rooms[2], call.weight, call.ctx).to(call.rooms[0].dtype)
 
 
 def _torch_mlp(
@@ -222,7 +249,8 @@ def _torch_mlp(
     weight: Tensor | None = None,
 ) -> Tensor:
     """Down rows [P, D] of the pairs in order."""
-    operand, own = operand_dtype(x), weighed_rows(x, token, weight, ctx.spec)
+    operand = operand_dtype(x)
+    x, row_of = source_rows(x, token, weight, ctx.spec)
     ctx.work.weight_bytes += len(groups) * stack.expert_bytes
 
     def project(part: str, rows: Tensor) -> Tensor:
@@ -235,6 +263,6 @@ def _torch_mlp(
             done.append(product if bias is None else product + bias.float())
         return ctx.store(torch.cat(done))
 
-    rows = (x[token] if own is None else own).to(operand)
+    rows = (x if row_of is None else x[row_of]).to(operand)
     hidden = hidden_rows(project("gate", rows), project("up", rows), weight, ctx)
     return project("down", hidden.to(operand))

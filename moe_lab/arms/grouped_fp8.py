@@ -3,8 +3,9 @@
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack
-from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, weighed_rows
+from moe_lab.arms.base import ArmContext
+from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, source_rows
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.errors import LabError
 from moe_lab.formats.layouts import Laid
 from moe_lab_kernels.grouped import grouped_fp8 as g8
@@ -39,8 +40,7 @@ def fp8_mlp(
     gate_up = g8.fp8_gate_up_ref if torch_computes else g8.fp8_gate_up
     quantize = quantize_fp8_ref if torch_computes else quantize_fp8
     gate, up, down = (_weight(stack.part(name)) for name in ("gate", "up", "down"))
-    own = weighed_rows(x, to.row, weight, ctx.spec)
-    source, row_of = (x, to.row) if own is None else (own, None)
+    source, row_of = source_rows(x, to.row, weight, ctx.spec)
     rows, shape = g8.Fp8Rows(*quantize(source)), (len(to.row), gate.rows)
     of_gate, of_up, of_down = bias_parts(stack.biases)
     how, both = gate_of(ctx.spec, weight), None if of_gate is None or of_up is None else (of_gate, of_up)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ExpertStack, Group
+from moe_lab.arms.schedule import Group
+from moe_lab.arms.stack import ExpertStack
 from moe_lab_kernels.grouped.tiles import TOKENS, WorkList, tokens_for
 
 MOST_KEPT = 512

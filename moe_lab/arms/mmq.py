@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, PlannedWork, Schedule, by_slot, reads_only
-from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, weighed_rows
+from moe_lab.arms.base import ArmContext, reads_only
+from moe_lab.arms.formula import bias_parts, gate_of, hidden_rows, lacks_formula, source_rows
 from moe_lab.arms.lists import numbers, shared_tiles, tiles_of, zeros
+from moe_lab.arms.schedule import Group, PlannedWork, Schedule
+from moe_lab.arms.stack import ExpertStack, by_slot
 from moe_lab.formats import quantize_activations
 from moe_lab.formats.layouts import RAW
 from moe_lab.spec import MoESpec
@@ -111,8 +113,8 @@ class Mmq:
         read back."""
         gate, up, down = (_weight(stack, name) for name in ("gate", "up", "down"))
         of_gate, of_up, of_down = bias_parts(stack.biases)
-        scratch, own = self._scratch(work, (gate, up, down), ctx, x.device), weighed_rows(x, to.row, weight, ctx.spec)
-        x, row_of = (x, to.row) if own is None else (own, None)
+        scratch = self._scratch(work, (gate, up, down), ctx, x.device)
+        x, row_of = source_rows(x, to.row, weight, ctx.spec)
         rows, how = self.rows(x, gate.format), gate_of(ctx.spec, weight)
         if mmq.fuses(gate, up, work, rows.layout == "q8_k", how):
             hidden = ctx.empty("hidden", (len(to.row), gate.rows), ctx.store_dtype, x.device)
@@ -145,7 +147,7 @@ class Mmq:
     ) -> Tensor:
         """Down rows [P, D] of the pairs in order; each distinct row of x is quantised once for each layout."""
         ctx.work.weight_bytes += len(groups) * stack.expert_bytes
-        own = weighed_rows(x, token, weight, ctx.spec)
+        x, of = source_rows(x, token, weight, ctx.spec)
 
         def project(part: str, rows: MmqRows, of: Tensor | None) -> Tensor:
             ctx.work.products += len(groups)
@@ -159,7 +161,6 @@ class Mmq:
                 done.append(product if bias is None else product + bias.float())
             return ctx.store(torch.cat(done))
 
-        x, of = (x, token) if own is None else (own, None)
         gate, up = (project(part, self.rows(x, stack.part(part).format), of) for part in ("gate", "up"))
         return project("down", self.rows(hidden_rows(gate, up, weight, ctx), stack.down.format), None)
 

@@ -7,8 +7,10 @@ matrix, so that a 512-token layer stays interactive on a laptop.
 from collections.abc import Sequence
 
 from moe_lab._types import Tensor
-from moe_lab.arms.base import ArmContext, ExpertStack, Group, Schedule
+from moe_lab.arms.base import ArmContext
 from moe_lab.arms.dense import dense_mlp
+from moe_lab.arms.schedule import Group, Schedule
+from moe_lab.arms.stack import ExpertStack
 
 
 class Reference:

@@ -7,36 +7,18 @@ every call. Nothing is timed here, and a table is read once in a process.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from moe_lab.errors import LabError
-from moe_lab.formats.layouts import RAW, check_layout
+from moe_lab.arms.names import split_layout
+from moe_lab.arms.table_file import Row, load_rows, save_rows
 from moe_lab.spec import MoESpec
 from moe_lab.system.environment import cpu_name
-from moe_lab.system.user_cache import cache_folder, read_json, slug, write_json
+from moe_lab.system.user_cache import cache_folder, slug
 
-VERSION = 1
 SHIPPED = Path(__file__).parent / "tables"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured situation: `formats` of gate (where there is one), up and down; `arms` fastest first, `ms` each,
-    arms on experts in other layouts by the names of `with_layout`."""
-
-    formats: tuple[str, ...]
-    d_model: int
-    d_expert: int
-    experts: int
-    top_k: int
-    tokens: int
-    arms: tuple[str, ...]
-    ms: tuple[float, ...]
 
 
 def device_name(backend: str) -> str:
@@ -52,29 +34,10 @@ def ranked(backend: str, formats: Sequence[str], spec: MoESpec | None, tokens: i
     return _nearest(device_name(backend), tuple(formats), shape, max(1, tokens))
 
 
-def with_layout(arm: str, layout: str) -> str:
-    """How benchmarks, comparisons and tables name an arm on experts in a layout: "gemv", or "gemv@tiles"."""
-    return arm if layout == RAW else f"{arm}@{layout}"
-
-
-def split_layout(name: str) -> tuple[str, str]:
-    """The inverse: arm and layout. LabError for a layout that there is not."""
-    arm, at, layout = name.partition("@")
-    if at:
-        check_layout(layout)
-    return arm, layout if at else RAW
-
-
 def in_layout(names: Sequence[str], layout: str) -> tuple[str, ...]:
     """Of the names of a table's row the arms that run on experts in this layout, in its order."""
     both = (split_layout(name) for name in names)
     return tuple(arm for arm, kept in both if kept == layout)
-
-
-def best_layout(backend: str, formats: Sequence[str], spec: MoESpec) -> str:
-    """The layout in which a layer is quickest at one token, by the device's table; raw where no table knows it."""
-    best = ranked(backend, formats, spec, 1)
-    return split_layout(best[0])[1] if best else RAW
 
 
 @cache
@@ -94,7 +57,7 @@ def _nearest(device: str, formats: tuple[str, ...], shape: tuple[int, ...], toke
 @cache
 def table(device: str) -> tuple[Row, ...]:
     """The user's rows for a device, then the shipped ones. LabError naming a file that is no table."""
-    return tuple(row for path in (own_path(device), SHIPPED / f"{slug(device)}.json") for row in _read(path))
+    return tuple(row for path in (own_path(device), SHIPPED / f"{slug(device)}.json") for row in load_rows(path))
 
 
 def own_path(device: str) -> Path:
@@ -104,31 +67,7 @@ def own_path(device: str) -> Path:
 
 def write_table(path: Path, device: str, rows: Sequence[Row], about: dict[str, str]) -> Path:
     """Write a table whole, in place of what was there; `about` says what it was measured on."""
-    made = write_json(path, {"version": VERSION, "device": device, "about": about, "rows": [asdict(r) for r in rows]})
+    made = save_rows(path, device, rows, about)
     table.cache_clear()
     _nearest.cache_clear()
     return made
-
-
-def _read(path: Path) -> tuple[Row, ...]:
-    found = read_json(path)
-    if found is None:
-        return ()
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        seen = found.get("version") if isinstance(found, dict) else type(found).__name__
-        raise LabError(
-            f"{path} is an arm table of version {seen!r}; wanted {VERSION}. moe-lab bench --tune makes it anew."
-        )
-    try:
-        return tuple(_row(row) for row in found["rows"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise LabError(f"{path} is no arm table ({type(e).__name__}: {e}). moe-lab bench --tune makes it anew.") from e
-
-
-def _row(values: dict[str, Any]) -> Row:
-    given: dict[str, Any] = {f.name: values[f.name] for f in fields(Row)}
-    given |= {name: tuple(given[name]) for name in ("formats", "arms", "ms")}
-    row = Row(**given)
-    if min(row.d_model, row.d_expert, row.experts, row.top_k, row.tokens) < 1 or not row.arms:
-        raise ValueError(f"a row of sizes below 1 or without arms: {values}")
-    return row

@@ -12,8 +12,9 @@ from moe_lab.bench.check import rows_of
 from moe_lab.bench.weights import SERVED, format_label, make_layer, split_format, unfit
 from moe_lab.bench.workloads import SHAPES, LayerShape, Popularity, rotations, routings
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.execution.inputs import DTYPES
 from moe_lab.formats import WeightFormat
-from moe_lab.layer import DTYPES, MoELayer, Options
+from moe_lab.layer import MoELayer, Options
 from moe_lab.routing import Routing
 from moe_lab.runs import Case
 from moe_lab.system.devices import resolve_device

@@ -32,13 +32,15 @@ LAYOUT_ROWS = 16  # how an arm walks its rows does not hang on their number
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`error`: the largest NMSE of the trials. `reason`: why the arm is wrong, or None. What one call moved and started
-    as it counts itself (NaN bytes: it counts none), for predictions; and the shared expert's arm."""
+    as it counts itself (NaN bytes: it counts none), for predictions; the shared expert's arm; and its kernels with
+    their launch parameters."""
 
     error: float
     reason: str | None
     weight_bytes: int | float = 0
     launches: int = 0
     shared_arm: str = ""
+    tiles: str = ""
 
 
 def fresh(x: Float[Tensor, "*n T D"], draw: torch.Generator, sign: int = 0) -> Float[Tensor, "*n T D"]:
@@ -113,7 +115,7 @@ class Judge:
         kept = one.out.clone()
         error, wrong = self._compare(kept, x, self._routing)
         shared = (one.timing.shared_arm or "").removesuffix(WATCHED)
-        counted = (one.timing.weight_bytes, one.timing.launches, shared)
+        counted = (one.timing.weight_bytes, one.timing.launches, shared, one.timing.tiles)
         if problems or wrong:
             return Verdict(error, _joined(problems, wrong), *counted)
         x.copy_(fresh(self._x, self._draw, sign=-1))

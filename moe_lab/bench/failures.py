@@ -7,6 +7,7 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.runs import Status
+from moe_lab.workspace import release_idle
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 MOST_TEXT = 300
@@ -25,7 +26,9 @@ def status_of(error: Exception) -> tuple[Status, str]:
 
 
 def give_back() -> None:
-    """Free what a failed arm left behind, as far as the device still answers."""
+    """Free what a failed arm left behind, scratch that calls keep for the next one too, as far as the device still
+    answers."""
+    release_idle()
     gc.collect()
     if torch.cuda.is_available():
         with suppress(RuntimeError):

@@ -22,10 +22,14 @@ from moe_lab.bench.workloads import LayerShape, routings
 from moe_lab.formats import quantize
 from moe_lab_kernels import backend
 from moe_lab_kernels.dequantize.dequantize import dequantize_ref
-from moe_lab_kernels.gemv import gemv, lane_rows, sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.gemv import gemv, lane_rows
 from moe_lab_kernels.gemv import mlp as gemv_mlp
 from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows
-from moe_lab_kernels.gemv.tiles import Tile, TileCut
+from moe_lab_kernels.gemv.mlp_call import Experts
+from moe_lab_kernels.gemv.tiled import mlp as tiled_mlp
+from moe_lab_kernels.gemv.tiled import sum_rows, tiled
+from moe_lab_kernels.gemv.tiled.tiles import TileCut
+from moe_lab_kernels.gemv.tiles import Tile
 from moe_lab_kernels.rows import activation, combine
 from moe_lab_kernels.slots import slot_table
 from moe_lab_kernels.storage import planar
@@ -198,8 +202,8 @@ def weighted_sum(c: Call, op: Callable[..., Tensor] = combine.combine, **options
 def experts(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile | None = None) -> None:
     """c.y [P, D] in token order from x, in two launches."""
     more = {"max_rows": c.max_rows, "tile": tile, "down_tile": down_tile}
-    weights, formats = (w.gate, w.up, w.down), (w.gate_up_format, w.down_format)
-    gemv_mlp.gemv_mlp(c.x, c.row_of, *weights, c.chunks, *formats, c.y, c.out_row, **more)
+    own = Experts(w.gate, w.up, w.down, w.gate_up_format, w.down_format)
+    gemv_mlp.gemv_mlp(c.x, c.row_of, own, c.chunks, c.y, c.out_row, **more)
 
 
 def layer(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile | None = None) -> Tensor:
@@ -219,8 +223,8 @@ def layer_planar(c: Call, w: Weights, tile: Tile | None = None, down_tile: Tile 
     """The routed layer from planes, in three launches. `w` has planes."""
     assert w.planes is not None
     more = {"max_rows": c.max_rows, "tile": tile, "down_tile": down_tile, "layout": "planar"}
-    formats = (w.gate_up_format, w.down_format)
-    gemv_mlp.gemv_mlp(c.x, c.row_of, *w.planes, c.chunks, *formats, c.y, c.out_row, **more)
+    own = Experts(*w.planes, w.gate_up_format, w.down_format)
+    gemv_mlp.gemv_mlp(c.x, c.row_of, own, c.chunks, c.y, c.out_row, **more)
     return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
 
 
@@ -228,8 +232,8 @@ def layer_tiled(c: Call, w: Weights, cut: TileCut | None = None, down_tiles: int
     """The routed layer from tiles, in three launches. `w` has tiles."""
     assert w.tiles is not None
     more: dict[str, Any] = {"max_rows": c.max_rows, "cut": cut, "down_tiles": down_tiles}
-    formats = (w.gate_up_format, w.down_format)
-    tiled_mlp.gemv_tiled_mlp(c.x, c.row_of, *w.tiles, c.chunks, *formats, c.y, c.out_row, **more)
+    own = Experts(*w.tiles, w.gate_up_format, w.down_format)
+    tiled_mlp.gemv_tiled_mlp(c.x, c.row_of, own, c.chunks, c.y, c.out_row, **more)
     return weighted_sum(c, pdl=backend.has_early_start(c.x.device))
 
 

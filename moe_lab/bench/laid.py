@@ -6,7 +6,7 @@ So raw blocks, planes and tiles stand side by side in one benchmark, one compari
 from weakref import WeakKeyDictionary
 
 from moe_lab.arms import Arm
-from moe_lab.arms.table import split_layout
+from moe_lab.arms.names import split_layout
 from moe_lab.layer import MoELayer
 
 _REPACKED: WeakKeyDictionary[MoELayer, dict[str, MoELayer]] = WeakKeyDictionary()

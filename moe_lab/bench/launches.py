@@ -21,6 +21,7 @@ from moe_lab_kernels.grouped import tiles as gt
 from moe_lab_kernels.grouped.operands import DENSE, Scatter, Weight
 from moe_lab_kernels.grouped.staged import why_not_staged
 from moe_lab_kernels.grouped.steps import STEPS
+from moe_lab_kernels.launch.schema import KERNELS
 from moe_lab_kernels.mmq import mmq, wide
 from moe_lab_kernels.mmq.opened import FORMS
 from moe_lab_kernels.mmq.operands import MMQ_LAYOUTS, MmqRows, layout_for
@@ -101,18 +102,19 @@ def _input(shape: LayerShape, ids: Tensor, weights: Tensor, tokens: int) -> Inpu
     return Input(x, hidden, made, work, Scatter(made.token, made.slot, k), h, y)
 
 
-def jobs(shape: LayerShape, format: str, device: str) -> Iterator[Job]:
-    """Every place of a layer's shape and format, kernel by kernel."""
+def jobs(shape: LayerShape, format: str, device: str, kernels: Sequence[str] | None = None) -> Iterator[Job]:
+    """Every place of a layer's shape and format on the named kernels (None: all), kernel by kernel."""
     w = make_weights(shape, format, device)
+    formats, wanted = {w.gate.format, w.down.format}, set(kernels or KERNELS)
     for tokens, rows in ROWS.items():
         inputs = make_inputs(shape, tokens, rows, device)
-        if w.gate.format in STEPS and w.down.format in STEPS:
+        if formats <= set(STEPS) and "grouped" in wanted:
             yield from grouped_jobs(w, inputs)
-        if w.gate.format == w.down.format == "fp8_block":
-            yield from fp8_jobs(w, inputs)
-        if w.gate.format in MMQ_LAYOUTS and w.down.format in MMQ_LAYOUTS and tokens <= mmq.MOST_TOKENS:
+        if formats == {"fp8_block"} and tokens <= gt.MOST_FP8_TOKENS:
+            yield from (job for job in fp8_jobs(w, inputs) if job.kernel in wanted)
+        if formats <= set(MMQ_LAYOUTS) and tokens <= mmq.MOST_TOKENS and "mmq" in wanted:
             yield from mmq_jobs(w, inputs)
-    if w.gate.format in MMQ_LAYOUTS and w.down.format in MMQ_LAYOUTS:
+    if formats <= set(MMQ_LAYOUTS) and "wide" in wanted:
         yield from wide_jobs(w, make_inputs(shape, gt.TOKENS[-1], WIDE_ROWS, device))
 
 
@@ -129,7 +131,7 @@ def grouped_jobs(w: Matrices, inputs: Sequence[Input]) -> Iterator[Job]:
         default = gt.tile_for(m.format, tokens, is_gated, "cuda", why_not_staged(m, BF16) is None)
         tried = [default._replace(**dict(zip(("rows", "warps", "stages"), cut, strict=True)))
                  for cut in _tensor_cuts(m.format, tokens, is_gated, bool(default.staged))]  # fmt: skip
-        tried += _persistent(default)
+        tried += _persistent(default) if m.format in DENSE else []
 
         def gated(i: Input, tile: gt.Tile | None) -> Tensor:
             return gg.grouped_gate_up(i.x, i.plan.token, w.gate, w.up, i.work, i.h, tile=tile)
@@ -145,41 +147,45 @@ def _each(run: Callable[[Input, Any], Tensor], inputs: Sequence[Input]) -> list[
 
 
 def _persistent(tile: gt.Tile) -> list[gt.Tile]:
-    """Grids of a few programs a multiprocessor that walk the pieces."""
+    """Grids of a few programs a multiprocessor that walk the pieces: they lost wherever they were timed on an H200, by
+    5 to 70 %, so few kernels are compiled for them."""
     return [tile._replace(resident=n) for n in (2, 4)]
 
 
 def _tensor_cuts(format: str, tokens: int, gated: bool, staged: bool) -> Iterator[tuple[int, int, int]]:
     """(rows, warps, stages) whose sums leave a thread registers to work with."""
-    for rows, warps in ((64, 4), (128, 4), (128, 8)):
-        sums = rows * tokens * (1 + gated) // (32 * warps)
-        if sums > 128 or (staged and rows != 16 * warps):
+    narrow = () if format in DENSE else ((64, 8), (128, 16))  # decoding wants registers
+    for rows, warps in ((64, 4), (128, 4), (128, 8), *narrow):
+        of_both = rows * (1 + gated)
+        if of_both * tokens // (32 * warps) > 128 or (staged and of_both != 16 * warps):
             continue
-        most = 5 if format in DENSE and tokens <= 32 else 4
+        most = 3 if format not in DENSE else 5 if tokens <= 32 else 4  # decoding fills registers, not stages
         yield from ((rows, warps, stages) for stages in range(2, most + 1))
 
 
 def fp8_jobs(w: Matrices, inputs: Sequence[Input]) -> Iterator[Job]:
-    """fp8 rows times fp8 weights; hidden rows leave in fp8."""
+    """fp8 rows times fp8 weights; hidden rows leave in fp8, or in 16 bits where the layer quantises them apart."""
     tokens = inputs[0].work.tokens
     rows = [g8.Fp8Rows(*quantize_fp8(i.x)) for i in inputs]
     hidden = [g8.Fp8Rows(*quantize_fp8(i.hidden)) for i in inputs]
-    rooms = [g8.Fp8Rows(*(t.clone() for t in h)) for h in hidden]
+    apart = g8.quantise_apart(tokens)
+    rooms = [i.h if apart else g8.Fp8Rows(*(t.clone() for t in h)) for i, h in zip(inputs, hidden, strict=True)]
     calls: dict[bool, list[Callable[[Any], Tensor]]] = {True: [], False: []}
     for i, x, h, room in zip(inputs, rows, hidden, rooms, strict=True):
         calls[True].append(lambda tile, i=i, x=x, room=room: _codes(
             g8.fp8_gate_up(x, i.plan.token, w.gate, w.up, i.work, room, tile=tile)))  # fmt: skip
         calls[False].append(lambda tile, i=i, h=h: g8.fp8_product(h, None, w.down, i.work, i.y, to=i.to, tile=tile))
     for m, gated in ((w.gate, True), (w.down, False)):
-        default = gt.fp8_tile_for(tokens, gated, gated, "cuda")
-        cuts = [(128, 8, 2), (128, 8, 3), (128, 8, 4), (128, 4, 3), (128, 4, 4), (128, 16, 3)]
-        cuts += [] if gated else [(64, 4, 3), (64, 4, 4), (64, 4, 5)]
-        tried = [*(default._replace(rows=r, warps=v, stages=s) for r, v, s in cuts), *_persistent(default)]
-        yield _job("grouped_fp8_hidden" if gated else "grouped_fp8", m, tokens, gated, default, tried, calls[gated])
+        whole = gated and not apart  # a program makes the 128 hidden values that share a scale
+        default = gt.fp8_tile_for(tokens, gated, whole, "cuda")
+        cuts = [(128, 8, 2), (128, 8, 3), (128, 8, 4), (128, 4, 3)]
+        cuts += [] if whole else [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3)]
+        tried = [default._replace(rows=r, warps=v, stages=s) for r, v, s in cuts]
+        yield _job("grouped_fp8_hidden" if whole else "grouped_fp8", m, tokens, gated, default, tried, calls[gated])
 
 
 def _codes(h: Any) -> Tensor:
-    return h.codes.view(torch.uint8)
+    return h.codes.view(torch.uint8) if isinstance(h, g8.Fp8Rows) else h
 
 
 def mmq_jobs(w: Matrices, inputs: Sequence[Input]) -> Iterator[Job]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_lab.arms import ARMS, Arm, get_arm, layer_tolerance
 from moe_lab.arms.guard import check_arm
-from moe_lab.arms.table import split_layout
+from moe_lab.arms.names import split_layout
 from moe_lab.bench.cell import Cell, Settings
 from moe_lab.bench.check import MEASURE, Judge, Verdict
 from moe_lab.bench.clock import clock
@@ -49,7 +49,7 @@ def measure_arm(cell: Cell, wanted: str | Arm, settings: Settings, top: Roof) ->
     head: dict[str, Any] = {"what": "layer", "format": cell.format, "backend": backend, "arm": name}
     try:
         layer, wanted = laid(cell.layer, wanted)
-        cell = replace(cell, layer=layer)
+        cell, head["layout"] = replace(cell, layer=layer), layer.experts.layout
         arm = get_arm(wanted, layer.experts.formats, backend, layer.spec, cell.x.shape[1], layer.experts.layout)
     except LabError as e:
         return [Record(case=cell.case, status=Status.UNSUPPORTED, reason=" ".join(str(e).split()), **head)]
@@ -63,7 +63,7 @@ def measure_arm(cell: Cell, wanted: str | Arm, settings: Settings, top: Roof) ->
         verdict = judge.check()
     except Exception as e:
         return [_failed(e, cell, "", head)]
-    head["shared_arm"] = verdict.shared_arm
+    head |= {"shared_arm": verdict.shared_arm, "tiles": verdict.tiles}
     if verdict.reason is not None:
         return [_incorrect(cell, "", verdict.error, verdict.reason, head)]
     records = []

@@ -7,7 +7,7 @@ processes of their own; what the budget does not wait for is named. What was kno
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,19 +54,24 @@ def tune_launches(
     *,
     models: Sequence[str] = (),
     formats: Sequence[str] | None = None,
+    kernels: Sequence[str] | None = None,
     folder: str | Path | None = None,
     budget_s: float = 270.0,
     clock: Clock = gpu_clock,
     processes: int | None = None,
 ) -> tuple[list[Entry], Path]:
-    """Measure tiles on the named shapes and formats (none: all of them) and write the device's launch table: the
-    user's own, or `<folder>/<device>.json`. Ends within the budget or so, with what is known by then.
+    """Measure tiles on the named shapes, formats and kernels of `schema.KERNELS` (none: all of them) and write the
+    device's launch table: the user's own, or `<folder>/<device>.json`. Ends within the budget or so, with what is known
+    by then.
 
-    LabError off CUDA, where no tile is looked up, for unknown shapes, and where nothing was timed.
+    LabError off CUDA, where no tile is looked up, for unknown shapes and kernels, and where nothing was timed.
     """
     where = torch.device(device)
     if where.type != "cuda":
         raise LabError(f"launch tiles are of a CUDA device; {device!r} starts no compiled kernel.")
+    unknown = [k for k in kernels or () if k not in KERNELS]
+    if unknown:
+        raise LabError(f"no launch table has a kernel {unknown[0]!r}; known: {', '.join(KERNELS)}.")
     name = torch.cuda.get_device_name(where)
     path = own_path(name) if folder is None else Path(folder) / f"{slug(name)}.json"
     known, begin = {_place(e): e for e in read_table(path)}, time.perf_counter()
@@ -74,13 +79,8 @@ def tune_launches(
     made: list[Entry] = []
     try:
         with ahead.pool(processes, 10 * major + minor) as compilers:
-            for shape, format in asked(models, formats):
-                if time.perf_counter() - begin > budget_s:
-                    left = f"the budget of {budget_s:g} s left out tiles of {shape.name} in {format}."
-                    warnings.warn(left, stacklevel=2)
-                    continue
-                for entry in measured(jobs(shape, format, device), clock, begin + budget_s, compilers):
-                    made.append(entry)
+            for started in _ahead(asked(models, formats), device, kernels, compilers, begin + budget_s):
+                made.extend(measured(started, clock, begin + budget_s))
     finally:  # an interrupted run keeps what it has
         if made:
             found = environment()
@@ -101,11 +101,27 @@ def asked(models: Sequence[str], formats: Sequence[str] | None) -> list[tuple[An
     return [(shape, f) for shape in shapes for f in (formats or SERVED) if unfit(shape, f) is None]
 
 
-def measured(found: Iterable[Job], clock: Clock, until: float, compilers: Executor | None = None) -> Iterator[Entry]:
+Started = tuple[Job, Mapping[Any, "Future[list[str]]"]]
+"""A job, and each of its tiles' kernels on their way; one that cannot be compiled says so when its turn comes."""
+
+
+def _ahead(pairs: Iterable[tuple[Any, str]], device: str, kernels: Sequence[str] | None, compilers: Executor,
+           until: float) -> Iterator[list[Started]]:  # fmt: skip
+    """The jobs of a shape and format, those of the next one already being compiled; what begins too late is named."""
+    waiting: list[list[Started]] = []
+    for shape, format in pairs:
+        if time.perf_counter() > until:
+            warnings.warn(f"the budget left out tiles of {shape.name} in {format}.", stacklevel=3)
+            continue
+        waiting.append([(job, started(job, compilers)) for job in jobs(shape, format, device, kernels)])
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def measured(some: Iterable[Started], clock: Clock, until: float) -> Iterator[Entry]:
     """An entry for each job begun before `until`, from the tiles that were compiled by then."""
-    some = list(found)
-    compiling = [{} if compilers is None else _started(job, compilers) for job in some]
-    for job, futures in zip(some, compiling, strict=True):
+    for job, futures in some:
         wait(futures.values(), max(0.0, until - time.perf_counter()))
         late = [tile for tile, future in futures.items() if not future.done()]
         if job.default in late or time.perf_counter() >= until:
@@ -116,8 +132,10 @@ def measured(found: Iterable[Job], clock: Clock, until: float, compilers: Execut
         yield best(replace(job, others=tuple(t for t in job.others if t not in late)), clock)
 
 
-def _started(job: Job, compilers: Executor) -> dict[Any, Future[list[str]]]:
-    """Each tile's kernels on their way; one that cannot be compiled says so when its turn comes."""
+def started(job: Job, compilers: Executor | None) -> dict[Any, "Future[list[str]]"]:
+    """The kernels of each tile of a job, sent to be compiled; nothing where nobody compiles ahead."""
+    if compilers is None:
+        return {}
     futures = {}
     for tile in (job.default, *job.others):
         with record_launches() as made:

@@ -56,6 +56,8 @@ def verify_file(file: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
         f"packed from {source.manifest.model_name}, order {source.manifest.order}",
         f"read back {checked} rows of {len(source.layers)} layers: CRC-32 of each row, SHA-256 of each expert's parts",
     ]
+    if not wrong:
+        notes[-1] += "; all are as they were written"
     if wrong:
         named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in wrong[:4])
         notes.append(f"{len(wrong)} rows are not what was written: {named}{', ..' if len(wrong) > 4 else ''}")

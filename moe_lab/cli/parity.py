@@ -1,12 +1,12 @@
 """`moe-lab parity`: arms of a model's layers on the same rows and picks, and whether they stay within a budget."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from moe_lab.activations import Inputs
-from moe_lab.bench.laid import laid
 from moe_lab.cli.run import layer_numbers
 from moe_lab.errors import LabError
 from moe_lab.layer import MoELayer
@@ -16,6 +16,7 @@ from moe_lab.parity.carry import Tokens, tokens_of, walk
 from moe_lab.parity.comparison import compare
 from moe_lab.parity.next_layer import NextLayer
 from moe_lab.parity.report import ParityReport
+from moe_lab.parity.stored import OTHER, formats_said, on
 from moe_lab.runs import Status
 from moe_lab.system.devices import resolve_device
 
@@ -36,16 +37,18 @@ def parity_rows(
     device: str,
     why: bool,
     as_json: bool,
+    other: Path | None = None,
+    truth: Path | None = None,
 ) -> tuple[Rows, list[str], bool]:
     """A row a layer and pair of arms, notes, and whether the budget holds (True without one)."""
     names = [part.strip() for part in arms.split(",") if part.strip()]
-    if len(names) < 2:
+    if len(names) < 2 and other is None:
         raise LabError(f"--arms {arms}: wanted two or more with commas, such as gemv,mmq.")
     if tokens == 0:
         raise LabError("--tokens 0: there is nothing to compare; wanted at least one row.")
     resolve_device(device)
     bounds = parse_budget(budget)
-    with open_checkpoint(file) as ckpt:
+    with open_checkpoint(file) as ckpt, _opened(other) as second, _opened(truth) as true:
         numbers = layer_numbers(ckpt, layer)
         assert ckpt.spec is not None
         inputs = Inputs(file, ckpt.spec.d_model, TOKENS if tokens is None else tokens, recorded)
@@ -60,18 +63,39 @@ def parity_rows(
         reports, reasons = {}, []
         for number in numbers:
             x = inputs.layer(number).to(device)
-            reports[number] = _compared(number, ckpt.layer(number, device=device), x, names)
+            more = {"other": second, "truth": true}
+            sides = {name: file.layer(number, device=device) for name, file in more.items() if file is not None}
+            reports[number] = _compared(number, ckpt.layer(number, device=device), x, names, sides)
             reasons += [f"layer {number}: {line}" for line in why_lines(reports[number])] if why else []
-        flips, said = _flip_shares(ckpt, numbers, names, text)
+        flips, said = _flip_shares(ckpt, numbers, reports, second, text)
         rows = [row for number, report in reports.items() for row in _rows(number, report, flips)]
     broken = [line for row in rows for line in over(row, bounds)]
-    notes = [inputs.about, said, *reasons, *broken]
+    notes = [inputs.about, said, *_weights_said(reports, other), *reasons, *broken]
     return (rows if as_json else [shown(row) for row in rows]), notes, not broken
 
 
-def _compared(number: int, layer: MoELayer, x: Any, names: list[str]) -> ParityReport:
+def _opened(file: Path | None) -> AbstractContextManager[Checkpoint | None]:
+    return nullcontext() if file is None else open_checkpoint(file)
+
+
+def _weights_said(reports: dict[int, ParityReport], other: Path | None) -> list[str]:
+    """Where sides have weights of their own: whose the errors are against, and what `other` is."""
+    report = next(iter(reports.values()))
+    if not report.given.layers and report.given.truth is None:
+        return []
+    sides = [f"{arm} has {formats_said(layer)}" for arm, layer in report.given.layers.items()]
+    file = [] if other is None else [f":{OTHER} is {other}"]
+    return [f"nmse_a and nmse_b against {report.against}; " + ", ".join([*file, *sides])]
+
+
+def _compared(number: int, layer: MoELayer, x: Any, names: list[str], sides: dict[str, Any]) -> ParityReport:
     """The report of arms that all ran. LabError with the first one's reason else: a budget must not hold by absence."""
-    report = compare(layer, x, names)
+    try:
+        report = compare(layer, x, names, **sides)
+    except LabError as error:
+        if not sides:
+            raise
+        raise LabError(f"layer {number}: {error}") from error
     for row in report.checks.to_dict("records"):
         if row["status"] in (Status.UNSUPPORTED, Status.ERROR, Status.OOM):
             raise LabError(f"layer {number}: {row['arm']} is {row['status']}: {row['reason']}")
@@ -135,14 +159,20 @@ def _rows(number: int, report: ParityReport, flips: dict[tuple[int, str, str], f
 
 
 def _flip_shares(
-    ckpt: Checkpoint, numbers: list[int], arms: list[str], tokens: Tokens | None
+    ckpt: Checkpoint,
+    numbers: list[int],
+    reports: dict[int, ParityReport],
+    other: Checkpoint | None,
+    tokens: Tokens | None,
 ) -> tuple[dict[tuple[int, str, str], float], str]:
     """By (layer, arm, arm): the share of tokens whose picks in the next layer differ; and a sentence about it."""
     if tokens is None:
         return {}, "flips in the next layer: unknown (they need recorded token ids and a model that can be run on)"
     found = {}
     for number, layer, rows, after in _along(ckpt, numbers, tokens):
-        outs = {name: own(rows, arm).out for name in arms for own, arm in (laid(layer, name),)}
+        second = None if other is None else other.layer(number)
+        picks, arms = layer.route(rows), list(reports[number].outputs)
+        outs = {name: own(rows, arm, routing=picks).out for name in arms for own, arm in (on(layer, name, second),)}
         for a, b in combinations(arms, 2):
             flipped: Any = after.flips(outs[a], outs[b])["flipped"]
             found[number, a, b] = float(flipped.mean())

@@ -46,6 +46,9 @@ class Capturable(Protocol):
     ) -> Any: ...
 
 
+OF_PICKS = ("ids", "weights", "affected_rows")  # the tensors of a `Routing`
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """What a replay reads: rows, and picks or token ids where the capture was given some."""
@@ -76,7 +79,9 @@ class CapturedLayer:
         torch.cuda.current_stream(device).wait_stream(beside)
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), count_launches() as counted, torch.cuda.device(device), torch.cuda.graph(self.graph):
+        # on `beside`, not on torch's own stream for captures, which is one for all GPUs and lies on the first
+        graph = torch.cuda.graph(self.graph, stream=beside)
+        with torch.no_grad(), count_launches() as counted, torch.cuda.device(device), graph:
             self.output = layer(inputs.x, arm, **how)
         self._launches = counted.launches
 
@@ -92,19 +97,19 @@ class CapturedLayer:
         with clock.phase("compute"):
             self.inputs.x.copy_(x)
             if routing is not None and self.inputs.routing is not None:
-                self.inputs.routing.ids.copy_(routing.ids)
-                self.inputs.routing.weights.copy_(routing.weights)
+                for name in OF_PICKS:
+                    getattr(self.inputs.routing, name).copy_(getattr(routing, name))
             if token_ids is not None and self.inputs.token_ids is not None:
                 self.inputs.token_ids.copy_(token_ids)
             self.graph.replay()
             made, kept = self.output, self.output.routing
-            fresh = {name: getattr(kept, name).clone() for name in ("ids", "weights", "affected_rows")}
+            fresh = {name: getattr(kept, name).clone() for name in OF_PICKS}
             out = made.out.clone()
         clock.stop()
         t, picks = made.timing, replace(kept, **fresh)
         timing = Timing(
             clock=clock, layer=t.layer, arm=t.arm, shared_arm=t.shared_arm, backend=t.backend, tokens=t.tokens,
-            submissions=1, launches=self._launches,
+            submissions=1, launches=self._launches, layout=t.layout, kernels=t.kernels,
         )  # fmt: skip
         about = {"num_experts": self._layer.spec.num_experts, "width": self._layer.spec.router.width}
         emit(timing, self._layer.number, picks, {**about, "model_hash": self._layer.model_hash})

@@ -16,25 +16,29 @@ from moe_lab._types import Tensor
 from moe_lab.arms import DeviceWork
 from moe_lab.errors import LabError
 from moe_lab.routing import ExpertPlan, Routing, check_picks, flagged_picks, route
-from moe_lab.routing_checks import check_route
+from moe_lab.routing.checks import check_route
 from moe_lab.spec import MoESpec
 from moe_lab.stream.device_table import DeviceTable, absent
+from moe_lab.system.devices import current_stream
 from moe_lab_kernels.checks import FLOATS
 from moe_lab_kernels.route import plan as plan_kernel
 from moe_lab_kernels.route.route_plan import unserved as route_unserved
 from moe_lab_kernels.slots import route_table
 from moe_lab_kernels.slots import slot_table as kernel
 
-MOST_TOKENS = 8
+MOST_TOKENS, MOST_PICKS = kernel.MOST_TOKENS, kernel.MOST_PICKS
 
 
-def check_tokens(tokens: int, others: str) -> None:
-    """LabError past the most that a slot table serves; `others`: arms that go without one."""
+def check_sizes(tokens: int, picks: int, others: str) -> None:
+    """LabError past the most tokens, and picks a token, that a slot table serves; `others`: arms that go without one
+    for more tokens than that."""
+    serves = "routing on the device through a slot table serves"
     if tokens > MOST_TOKENS:
         raise LabError(
-            f"routing on the device through a slot table serves T <= {MOST_TOKENS} tokens, x has T={tokens}: take "
-            f"routing='host', or one of the arms {others}."
+            f"{serves} T <= {MOST_TOKENS} tokens, x has T={tokens}: take routing='host', or one of the arms {others}."
         )
+    if picks > MOST_PICKS:
+        raise LabError(f"{serves} K <= {MOST_PICKS} picks a token, this router makes K={picks}: take routing='host'.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +174,7 @@ class DeviceCall:
         self._host = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
         self._host.copy_(header, non_blocking=True)
         self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied.record(current_stream(header.device))  # not of the current GPU, which may be another
 
     def read(self) -> Header:
         """Wait for the header (and for nothing queued after it) and take it apart."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from moe_lab.arms import ARMS, Arm, ExpertStack, get_arm, refusal
 from moe_lab.arms.fused import FusedStack, cannot_fuse
 from moe_lab.errors import LabError
-from moe_lab.execution.device_routing import MOST_TOKENS, check_tokens
+from moe_lab.execution.device_routing import MOST_TOKENS, check_sizes
 from moe_lab.execution.options import Options, check_activation
 from moe_lab.spec import MoESpec
 from moe_lab.stream.prediction import Successor
@@ -133,7 +133,7 @@ def check_on_device(layer: LayerParts, arm: Arm, options: Options, tokens: int) 
             f"arm {arm.name!r} wants its groups from the host; for Options.routing='device' take "
             f"{_able('experts_on_device')}, or for any number of tokens {_able('experts_of_plan')}."
         )
-    check_tokens(tokens, _able("experts_of_plan"))
+    check_sizes(tokens, layer.spec.top_k, _able("experts_of_plan"))
 
 
 def _able(member: str) -> str:

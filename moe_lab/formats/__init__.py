@@ -16,6 +16,7 @@ from moe_lab.formats.base import BlockFormat, IntegerForm, OwnFormat, WeightForm
 from moe_lab.formats.dense import BF16, F16, F32, DenseFormat
 from moe_lab.formats.fp4 import NVFP4_CT, NVFP4_MODELOPT
 from moe_lab.formats.fp8 import FP8_BLOCK
+from moe_lab.formats.fused import split_gate_up
 from moe_lab.formats.kquants import Q2_K_FORMAT, Q3_K_FORMAT, Q4_K_FORMAT, Q5_K_FORMAT, Q6_K_FORMAT
 from moe_lab.formats.legacy import (
     IQ4_NL_FORMAT,
@@ -82,5 +83,6 @@ def quantize(w: Tensor, format: str | WeightFormat, *, fallback: str | WeightFor
 __all__ = [
     "FORMATS", "ActivationLayout", "Arithmetic", "BlockFormat", "DenseFormat", "Flaw", "IntegerForm", "Parts",
     "Planar", "QuantRows", "QuantTensor", "Repacked", "ScaledFormat", "Tiled", "WeightFormat",
-    "from_blocks", "get_format", "quantize", "quantize_activations", "quantize_q8_1", "to_blocks",
+    "from_blocks", "get_format", "quantize", "quantize_activations", "quantize_q8_1", "split_gate_up",
+    "to_blocks",
 ]  # fmt: skip

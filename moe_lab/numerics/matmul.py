@@ -177,6 +177,10 @@ def _check(x: Tensor, q: QuantTensor, arm: str, activation: str | None, arithmet
         return
     if arm != "gemm" and q.format not in MMQ_LAYOUTS:
         served = ", ".join(MMQ_LAYOUTS)
-        raise LabError(f"matmul: arm {arm!r} multiplies {served}, not {q.format}; arm 'gemm' multiplies every format.")
+        values = [kind for kind in ("bf16", "fp8") if arm == "gemv" and _meets_floats(q.format, kind)]
+        with_values = f"with activation={' or '.join(map(repr, values))} it does, and " if values else ""
+        raise LabError(
+            f"matmul: arm {arm!r} multiplies {served}, not {q.format}; {with_values}arm 'gemm' multiplies every format."
+        )
     if arm != "gemm" and activation in ("fp8", "bf16"):
         raise LabError(f"matmul: arm {arm!r} multiplies int8 codes, and {activation} has none; arm 'gemm' takes it.")

@@ -40,3 +40,14 @@ def current_stream(device: torch.device, cuda: Any = torch.cuda) -> Any:
         number, index, kind = key
         stream = _known[key] = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
     return stream
+
+
+def record(event: Any, stream: Any) -> Any:
+    """`event.record(stream)`, and the event. What torch puts around the call in Python takes 1.3 of its 3.1 us on an
+    H200's host, ten times and more a call of a layer: real events are recorded without it."""
+    base = getattr(torch._C, "_CudaEventBase", None)
+    if base is not None and hasattr(base, "record") and isinstance(event, base):
+        base.record(event, stream)
+    else:
+        event.record(stream)
+    return event

@@ -7,13 +7,28 @@ from moe_lab.execution.options import Options
 from moe_lab.parity import nmse
 from moe_lab.routing import Routing
 from moe_lab.tolerances import tol
-from moe_lab_kernels.storage.blocks import GEMV_FORMATS
+from moe_lab_kernels.storage.blocks import BLOCKS, GEMV_FORMATS
 from tests.support import wide_layers as wl
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none"),
 ]
+
+
+# Blocks of 256 values leave one width beside 256; of the others those that fill no block of lanes.
+IN_PLANES = [(f, 2304, 2304) if BLOCKS[f].values == 256 else (f, *widths)
+             for f in GEMV_FORMATS for widths in ((704, 2880), (2880, 2304))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "d", "f"), list(dict.fromkeys(IN_PLANES)), ids=str)
+def test_planes_of_odd_widths(format: str, d: int, f: int) -> None:
+    """Experts of nine rows, of one and of five, in few programs: each costs seconds to compile."""
+    raw, x, routing = wl.make(format, d, f, "cuda"), wl.rows(d, "cuda"), wl.picks(0, "cuda")
+    layer = raw.repacked("planar")
+    got = layer(x, "gemv", routing=routing).out
+    assert nmse(got, raw(x, "reference", routing=routing).out) <= tol(wl.row_of(format))
+    assert torch.equal(layer(x, "per_token", routing=routing).out, got)
 
 
 @pytest.mark.parametrize(("format", "d", "f"), [c[:3] for c in wl.every_case()], ids=str)

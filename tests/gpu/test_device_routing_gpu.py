@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from moe_lab.arms import ExpertStack
 from moe_lab.arms.gemv import Gemv
 from moe_lab.errors import LabError
 from moe_lab.execution.branch import run_halves
+from moe_lab.execution.shared_lane import side_stream
 from moe_lab.layer import MoELayer
+from moe_lab.routing import Routing
 from moe_lab.stream.device_table import DeviceTable
 from moe_lab.stream.table_experts import TableExperts
-from tests.support.decode_layers import E, decode_layer, decode_rows, normed_layer, taken
+from tests.support.decode_layers import E, K, decode_layer, decode_rows, normed_layer, taken
 from tests.support.wide_layers import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -132,7 +136,11 @@ def test_a_captured_layer_takes_other_picks_each_call() -> None:
     captured = own.capture(4, "gemv", routing=first)
     for seed in range(REPEATS):
         picks = own.route(rows(4, seed + 1))
-        assert torch.equal(captured(x, routing=picks).out, own(x, "gemv", routing=picks).out)
+        picks = replace(picks, affected_rows=torch.tensor(seed % 3, dtype=torch.int32, device="cuda"))
+        got = captured(x, routing=picks)
+        assert torch.equal(got.out, own(x, "gemv", routing=picks).out)
+        assert torch.equal(got.routing.ids, picks.ids)
+        assert int(got.routing.affected_rows) == seed % 3
     with pytest.raises(LabError, match="captured for x"):
         captured(rows(3))
     with pytest.raises(LabError, match=r"captured for torch\.bfloat16"):
@@ -165,6 +173,33 @@ def arena(slots: int) -> tuple[ExpertStack, DeviceTable, dict[int, int]]:
     stack = ExpertStack(*(taken(own.part(name), order) for name in ("gate", "up", "down")), {})
     held = {e: s for s, e in enumerate(chosen)}
     return stack, DeviceTable.of(held, E, slots, torch.device("cuda")), held
+
+
+SAYS = {
+    "missing": "is in no slot of the arena",
+    "outside": f"to slot {E // 2}, but the arena has S={E // 2} slots",
+    "stale": "out of date",
+}
+
+
+@pytest.mark.parametrize("form", ["device", "device-side", "device-fused"])
+@pytest.mark.parametrize("case", SAYS)
+def test_an_expert_that_is_not_there_is_named(case: str, form: str) -> None:
+    stack, table, held = arena(E // 2)
+    by_table = MoELayer(layer().spec, layer().router_weights, TableExperts(stack, table), layer().shared)
+    lost, *others = held
+    if case == "stale":
+        table.owner[held[lost]] = others[0]
+    else:
+        table.slot_of[lost] = -1 if case == "missing" else E // 2
+    x, options, weights = rows(2), lab.Options(**FORMS[form]), torch.rand(2, K, device="cuda")
+    ids = torch.tensor([others[:K], [others[3], lost, others[5], others[1]]], device="cuda")
+    with pytest.raises(LabError, match=SAYS[case]) as error:
+        by_table(x, "gemv", routing=Routing(ids, weights), options=options)
+    assert f"expert {lost} (token 1, slot 1)" in str(error.value)
+    kept = Routing(ids[:1], weights[:1])  # picks that do not need it are served as before
+    got, want = by_table(x[:1], "gemv", routing=kept, options=options), layer()(x[:1], "gemv", routing=kept)
+    assert torch.equal(got.out, want.out)
 
 
 def test_through_a_slot_table_and_with_fetched_misses() -> None:
@@ -206,13 +241,18 @@ def test_an_error_on_the_main_path_joins_the_side_and_leaves_nothing_behind() ->
 
     own, x = layer(), rows(8)
     want = own(x, "gemv").out
+    beside, late = side_stream(x.device, torch.cuda.current_stream().cuda_stream), 0
     for seed in range(20):
         with pytest.raises(LabError, match="planted"):
             own(x, Broken(), options=lab.Options(shared="side"))
+        late += not beside.query()
         end = torch.cuda.Event()
         end.record()
         end.synchronize()
+        time.sleep(0.005)  # a twentieth of the side's sleep, for what a stream says of itself
+        assert beside.query(), "the main stream went on before the side"
         assert torch.equal(own(x, "gemv", options=lab.Options(shared="side")).out, want), seed
+    assert late, "the side had always ended anyway: its sleep is too short to tell"
 
 
 class Merged(workspace.Workspace):

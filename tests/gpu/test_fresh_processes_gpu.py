@@ -17,3 +17,4 @@ def test_three_processes_agree(tmp_path: Path) -> None:
     first, *others = said_thrice("cuda", tmp_path)
     assert others == [first, first]
     assert all(said[1] != "auto" for said in first.values()), "the arm that was taken is in the record"
+    assert all("num_warps=" in str(said[-1]) for said in first.values()), "and so is each kernel's tile"

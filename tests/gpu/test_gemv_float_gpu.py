@@ -153,20 +153,43 @@ def test_the_benchmarks_layer_is_right(format: str, tokens: int) -> None:
 
 
 CASES = [("bf16", f) for f in fl.FORMULAS] + [("mxfp4", "oai-biases"), ("mixed", "plain")]
-FORMATS = {"bf16": ("bf16",) * 3, "mxfp4": ("mxfp4",) * 3, "mixed": ("q2_k", "int4_g64", "bf16")}
+CASES += [(named, f) for named in ("q2_k+q3_k", "q8_0") for f in fl.OF_ONE_LAUNCH]
+FORMATS = {
+    "bf16": ("bf16",) * 3, "mxfp4": ("mxfp4",) * 3, "mixed": ("q2_k", "int4_g64", "bf16"),
+    "q2_k+q3_k": ("q2_k", "q2_k", "q3_k"), "q8_0": ("q8_0",) * 3,
+}  # fmt: skip
+
+
+def on_gpu(cpu: MoELayer) -> MoELayer:
+    stack = cpu.experts.stack  # type: ignore[union-attr]
+    biases = None if stack.biases is None else {n: getattr(stack.biases, n).cuda() for n in ("gate", "up", "down")}
+    parts = {name: q.to("cuda") for name, q in stack.parts.items()}
+    return MoELayer.from_tensors(cpu.spec, router=cpu.router.cuda(), biases=biases, **parts)
 
 
 @pytest.mark.parametrize(("named", "formula"), CASES)
 def test_layers_of_every_formula(named: str, formula: str) -> None:
-    formats = FORMATS[named]
-    cpu, x = fl.make(formats, formula), fl.rows(3).cuda()
-    stack = cpu.experts.stack  # type: ignore[union-attr]
-    biases = None if stack.biases is None else {n: getattr(stack.biases, n).cuda() for n in ("gate", "up", "down")}
-    parts = {name: q.to("cuda") for name, q in stack.parts.items()}
-    layer = MoELayer.from_tensors(cpu.spec, router=cpu.router.cuda(), biases=biases, **parts)
+    layer, x = on_gpu(fl.make(FORMATS[named], formula)), fl.rows(3).cuda()
     routing = layer.route(x)
     got = layer(x, "gemv", routing=routing)
     row = "store/bf16" if named == "bf16" else "gemv/layer"
     assert nmse(got.out, layer(x, "reference", routing=routing).out) <= tol(row)
     assert torch.equal(layer(x, "gemv", routing=routing, options=Options(chunk_rows=1)).out, got.out)
     assert torch.equal(layer(x, "per_token", routing=routing).out, got.out)
+
+
+KINDS = [(("q2_k", "q2_k", "q3_k"), "bf16"), (("q4_k", "q5_k", "q6_k"), "bf16"), (("fp8_block",) * 3, "fp8")]
+
+
+@pytest.mark.parametrize(("formats", "kind"), KINDS, ids=str)
+def test_layers_on_another_kind_of_activations(formats: tuple[str, str, str], kind: str) -> None:
+    layer, x, options = on_gpu(fl.make(formats)), fl.rows(3).cuda(), Options(activation=kind)
+    routing = layer.route(x)
+    got = layer(x, "gemv", routing=routing, options=options).out
+    row = "store/bf16" if kind == "bf16" else "gemv/fp8 rows"
+    assert nmse(got, layer(x, "reference", routing=routing).out) <= tol(row)
+    assert not torch.equal(layer(x, "gemv", routing=routing).out, got), "the kind made no difference"
+    assert torch.equal(layer(x, "per_token", routing=routing, options=options).out, got)
+    for more in ({"chunk_rows": 1}, {"routing": "device"}):
+        again = layer(x, "gemv", routing=routing, options=Options(activation=kind, **more)).out
+        assert torch.equal(again, got), more

@@ -9,7 +9,7 @@ from moe_lab.bench import gemv_layer as gl
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv import gemv, lane_rows
-from moe_lab_kernels.gemv.tiles import Tile
+from moe_lab_kernels.gemv.tiles import FOUR_SHORT, FOUR_WIDE, Tile
 from moe_lab_kernels.rows import quantize_rows
 from moe_lab_kernels.storage.blocks import BLOCKS, GEMV_FORMATS
 from tests.support.kernel_cases import same_bits, weights
@@ -61,6 +61,11 @@ def test_layers_have_the_same_bits_in_both_forms(pair: str, tokens: int) -> None
     nmse, wrong = gl.check(shape, w, tokens, 1, "cuda")
     assert not wrong
     assert nmse <= tol("gemv/layer") or "q4_0" in pair  # its raw sums cost ten times the others' error
+    for seed in range(100):
+        c = drawn(shape, tokens, seed)
+        want = gl.layer_apart(c, w)
+        c.poison()
+        assert torch.equal(gl.layer(c, w), want), seed
 
 
 def drawn(shape: LayerShape, tokens: int, seed: int = 1) -> gl.Call:
@@ -100,6 +105,20 @@ def test_no_tile_shows(tiles: tuple[Tile, Tile]) -> None:
         for repeat in range(25):
             c.poison()
             assert torch.equal(gl.layer(c, w, *tiles), want), (tokens, repeat)
+
+
+@pytest.mark.parametrize("pair", ["mxfp4+mxfp4", "q4_k+q4_k"])
+@pytest.mark.parametrize("tile", [FOUR_SHORT, FOUR_WIDE, Tile(64, warps=8, sums=64, registers=128, shared=2)], ids=str)
+def test_programs_of_several_warps_have_the_bits_of_one(pair: str, tile: Tile) -> None:
+    """Each warp folds its own rows. Planes of these formats have raw blocks' bits."""
+    shape = LayerShape("test", 2304 if "mx" in pair else 2048, 768, 32, 6)
+    w = gl.with_planes(gl.make_weights(shape, 3, "cuda", *pair.split("+")), shape)
+    for tokens in (1, 4, 8):
+        c = drawn(shape, tokens)
+        want = gl.layer_apart(c, w)
+        for repeat in range(25):
+            c.poison()
+            assert torch.equal(gl.layer_planar(c, w, tile, tile), want), (tokens, repeat)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -79,9 +79,10 @@ def test_fused_is_two_products_and_an_activation(format: str, options: dict) -> 
     assert same_bits(case.gated(how=Gate(**options)).view, op(gate, up, limit=options.get("limit")))
 
 
-@pytest.mark.parametrize("format", ["bf16", "q2_k", "mxfp4_oss"])
+@pytest.mark.parametrize("format", ["bf16", "q2_k", "q6_k", "mxfp4_oss"])
 def test_no_grid_and_no_cut_changes_a_bit(format: str) -> None:
-    """Persistent grids, four and eight warps that decode, words asked for further ahead."""
+    """Persistent grids, four and eight warps that decode, words asked for further ahead; of gate and up also half the
+    rows, as short lists have it, and twice the rows on sixteen warps."""
     case = grouped_case(format, 200, 512, [2, 0, 150], tokens=64, device="cuda")
     whole, gated = case.product().view, case.gated().view
     staged = format != "bf16"
@@ -89,6 +90,12 @@ def test_no_grid_and_no_cut_changes_a_bit(format: str) -> None:
     tiles += [Tile(64, 4, 2, 1, None, 2), Tile(64, 8, 2, 1, None, 1), Tile(64, 4, 2, 1, None, 1, 2)] if staged else []
     for tile in tiles:
         assert same_bits(replace(case, tile=tile).product().view, whole), tile
+        assert same_bits(replace(case, tile=tile).gated().view, gated), tile
+    for tile in (
+        Tile(32, 4, 3, 1),
+        Tile(64, 8, 3, 1),
+        *([Tile(32, 4, 2, 1, None, 1), Tile(128, 16, 2, 1, None, 1)] if staged else []),
+    ):
         assert same_bits(replace(case, tile=tile).gated().view, gated), tile
 
 

@@ -149,7 +149,7 @@ def test_scattered_rows() -> None:
 
 
 @pytest.mark.parametrize("arm", ["gemv", "mmq"])
-@pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4"])
 def test_matmul_is_the_emulation(format: str, arm) -> None:
     draw = torch.Generator().manual_seed(4)
     x, w = torch.randn(65, 1024, generator=draw).cuda(), torch.randn(96, 1024, generator=draw).cuda() * 0.05

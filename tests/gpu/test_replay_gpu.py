@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,11 +41,18 @@ def test_the_hosts_parts_add_up_to_the_wall(recorded: dict[object, Recording], l
     assert (table[list(HOST_PARTS)].sum(axis=1) / table.wall_ms - 1).abs().max() < 0.01
 
 
-def test_the_calls_add_up_to_the_step(recorded: dict[object, Recording]):
+@pytest.mark.parametrize("level", [0, 1, 2, "S"])
+def test_the_calls_and_what_lies_between_them_add_up_to_the_step(recorded: dict[object, Recording], level: object):
+    one = recorded[level]
+    assert (one.table.between_ms >= 0).all()
+    found = one.table.groupby("step")[["wall_ms", "between_ms"]].sum()
+    assert found.sum(axis=1).to_numpy() == pytest.approx(one.step_ms, rel=1e-6)
+
+
+def test_the_drivers_own_work_is_a_small_part(recorded: dict[object, Recording]):
     one = recorded[2]
     steps = one.table.groupby("step").wall_ms.sum()
-    assert (steps.to_numpy() / one.step_ms > 0.9).all()
-    assert (steps.to_numpy() <= one.step_ms).all()
+    assert np.median(steps.to_numpy() / one.step_ms) > 0.8  # of the median step: other programs may hold up any one
 
 
 def test_device_times_are_there_from_level_2_on(recorded: dict[object, Recording]):

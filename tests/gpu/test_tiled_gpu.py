@@ -8,8 +8,9 @@ import torch
 from moe_lab.bench import gemv_layer as gl
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.tolerances import tol
-from moe_lab_kernels.gemv import gemv, sum_rows, tiled
-from moe_lab_kernels.gemv.tiles import TileCut
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.gemv.tiled import sum_rows, tiled
+from moe_lab_kernels.gemv.tiled.tiles import TileCut
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.row_tiles import TILE_FORMATS, to_tiles
 from tests.support.kernel_cases import nmse, same_bits, weights

@@ -29,7 +29,8 @@ def test_cpu_tensors_outside_the_interpreter_are_refused() -> None:
     done = python("""
         import torch
         from moe_lab_kernels import primitives
-        from moe_lab_kernels.gemv import decode, gemv
+        from moe_lab_kernels.gemv import gemv
+        from moe_lab_kernels.gemv.raw import steps
         from moe_lab_kernels.rows import activation, combine, quantize_rows
         from moe_lab.errors import LabError
         x = torch.ones(2, 32)

@@ -14,17 +14,21 @@ from tests.support import float_layers as fl
 from tests.support.kernel_cases import nmse
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-FORMATS = {"bf16": ("bf16",) * 3, "mxfp4": ("mxfp4",) * 3, "mixed": ("q2_k", "int4_g64", "bf16")}
+FORMATS = {
+    "bf16": ("bf16",) * 3, "mxfp4": ("mxfp4",) * 3, "mixed": ("q2_k", "int4_g64", "bf16"),
+    "q2_k+q3_k": ("q2_k", "q2_k", "q3_k"), "q8_0": ("q8_0",) * 3,
+}  # fmt: skip
 
 
 CASES = [("bf16", f) for f in fl.FORMULAS] + [("mxfp4", "oai-biases")]
 CASES += [("mixed", "plain"), ("mixed", "weight-inside")]
+CASES += [("q8_0", f) for f in fl.OF_ONE_LAUNCH] + [("q2_k+q3_k", "geglu-before")]
 
 
 @pytest.mark.parametrize(("named", "formula"), CASES)
 def test_every_formula_against_the_reference(named: str, formula: str) -> None:
     formats = FORMATS[named]
-    layer, x = fl.make(formats, formula), fl.rows(2)
+    layer, x = fl.make(formats, formula), fl.rows(1 if named == "q2_k+q3_k" else 2)  # which takes seconds a row
     routing = layer.route(x)
     got = layer(x, "gemv", routing=routing)
     assert got.timing.backend == "interpreter"

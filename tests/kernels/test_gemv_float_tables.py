@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.arms.base import ExpertStack
 from moe_lab.arms.fused import FusedStack, cannot_fuse
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.errors import LabError
 from moe_lab.workspace import poisoned
 from moe_lab_kernels.gemv_float import gemv_float as gf

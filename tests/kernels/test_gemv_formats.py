@@ -6,7 +6,7 @@ import torch
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv import gemv, lane_rows
-from moe_lab_kernels.gemv.decode_ref import Lanes, lanes_of
+from moe_lab_kernels.gemv.ref import Lanes, lanes_of
 from moe_lab_kernels.rows import quantize_rows
 from moe_lab_kernels.storage.blocks import BLOCKS, GEMV_FORMATS
 from moe_lab_kernels.storage.unpack import unpack_ref

@@ -8,10 +8,12 @@ import torch
 from moe_lab.errors import LabError
 from moe_lab_kernels.gemv import gemv, lane_rows
 from moe_lab_kernels.gemv import mlp as gemv_mlp
-from moe_lab_kernels.gemv.decode_ref import lanes_of
 from moe_lab_kernels.gemv.hand_over import LINE, scratch
+from moe_lab_kernels.gemv.mlp_call import Experts
+from moe_lab_kernels.gemv.ref import lanes_of
 from moe_lab_kernels.gemv.tiles import Tile
 from moe_lab_kernels.rows import activation
+from moe_lab_kernels.rows.hidden import Gate
 from moe_lab_kernels.slots.pointer_table import PointerTable
 from tests.support.kernel_cases import DTYPES, Guarded, same_bits, weights
 
@@ -22,10 +24,10 @@ CHUNKS = torch.tensor([[1, 0, 3], [3, 3, 1], [-1, 4, 1], [5, 4, 1], [2, 0, 0], [
 ROW_OF = torch.tensor([0, 1, 2, 1, 0], dtype=torch.int32)
 OUT_ROW = torch.tensor([1, 2, 4, 3, 0], dtype=torch.int32)
 FORMATS = ("mxfp4", "mxfp4")
-Experts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def experts_of(formats: tuple[str, str], d: int, f: int) -> Experts:
+def experts_of(formats: tuple[str, str], d: int, f: int) -> Matrices:
     return weights(formats[0], S, f, d), weights(formats[0], S, f, d, 1), weights(formats[1], S, d, f, 2)
 
 
@@ -34,16 +36,16 @@ def rows(d: int = 64, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def experts() -> Experts:
+def experts() -> Matrices:
     return experts_of(FORMATS, 64, 64)
 
 
 @pytest.fixture(scope="module")
-def usual(experts: Experts) -> torch.Tensor:
+def usual(experts: Matrices) -> torch.Tensor:
     return together(rows(), experts)
 
 
-def apart(x: torch.Tensor, experts: Experts, formats, store, act: Callable = activation.swiglu) -> torch.Tensor:
+def apart(x: torch.Tensor, experts: Matrices, formats, store, act: Callable = activation.swiglu) -> torch.Tensor:
     gate, up, down = experts
     p, more = len(ROW_OF), {"max_rows": 4}
     g, u = (torch.full((p, gate.shape[1]), float("nan"), dtype=store) for _ in range(2))
@@ -56,7 +58,9 @@ def together(
     x, experts, formats=FORMATS, store=torch.bfloat16, op=gemv_mlp.gemv_mlp, chunks=CHUNKS, **options
 ) -> torch.Tensor:
     y = Guarded((len(ROW_OF), experts[2].shape[1]), store, "cpu")
-    op(x, ROW_OF, *experts, chunks, *formats, y.view, OUT_ROW, store=store, **{"max_rows": 4, **options})
+    how = Gate(**{name: options.pop(name) for name in Gate._fields if name in options})
+    more = {"max_rows": 4, **options}
+    op(x, ROW_OF, Experts(*experts, *formats), chunks, y.view, OUT_ROW, how=how, store=store, **more)
     assert y.intact()
     return y.view
 
@@ -70,7 +74,7 @@ def together(
     ],
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else None,
 )
-def test_bits_of_the_launches_one_by_one(experts: Experts, store: str, scale: float, options: dict) -> None:
+def test_bits_of_the_launches_one_by_one(experts: Matrices, store: str, scale: float, options: dict) -> None:
     dtype, rest = DTYPES[store], {k: v for k, v in options.items() if k != "gelu"}
     op = activation.geglu if options.get("gelu") else activation.swiglu
     want = apart(rows(64, scale), experts, FORMATS, dtype, lambda g, u: op(g, u, **rest))
@@ -98,19 +102,21 @@ def test_a_tile_is_no_lower_than_the_rows_that_lie_side_by_side() -> None:
     assert same_bits(together(rows(32), own, ("q8_0", "q8_0"), tile=Tile(4), down_tile=Tile(4)), want)
 
 
-def test_no_tile_and_no_chunk_shows(experts: Experts, usual: torch.Tensor) -> None:
+def test_no_tile_and_no_chunk_shows(experts: Matrices, usual: torch.Tensor) -> None:
     alone = torch.stack([torch.tensor([1, 1, 1, 3]), torch.arange(4), torch.ones(4)], 1).int()
     tile = Tile(32, sums=32, shared=2)
     assert same_bits(together(rows(), experts, tile=tile, down_tile=Tile(64, sums=64), max_rows=8), usual)
+    four, down = Tile(32, warps=4, sums=32, shared=2), Tile(64, warps=4, sums=64)
+    assert same_bits(together(rows(), experts, tile=four, down_tile=down, max_rows=8), usual)
     assert same_bits(together(rows(), experts, chunks=alone, max_rows=1), usual)
 
 
-def test_weights_in_allocations_of_their_own(experts: Experts, usual: torch.Tensor) -> None:
+def test_weights_in_allocations_of_their_own(experts: Matrices, usual: torch.Tensor) -> None:
     tables = [PointerTable.of([w[i : i + 1].clone() for i in range(S)]) for w in experts]
     assert same_bits(together(rows(), tables), usual)
 
 
-def test_a_row_of_nans_stays_alone(experts: Experts, usual: torch.Tensor) -> None:
+def test_a_row_of_nans_stays_alone(experts: Matrices, usual: torch.Tensor) -> None:
     x = rows()
     x[1, 7] = float("nan")
     got = together(x, experts)
@@ -120,17 +126,17 @@ def test_a_row_of_nans_stays_alone(experts: Experts, usual: torch.Tensor) -> Non
     assert got[spoilt].isnan().all()
 
 
-def test_the_reference_meets_it(experts: Experts) -> None:
+def test_the_reference_meets_it(experts: Matrices) -> None:
     """Only fp32's exp may differ, and by it a code of a hidden row: see `activation`."""
     got = together(rows(), experts, store=torch.float32)[1:]
     want = together(rows(), experts, store=torch.float32, op=gemv_mlp.gemv_mlp_ref)[1:]
     assert float((got - want).square().sum() / want.square().sum()) <= 1e-4
 
 
-def test_empty_batches_and_misfits(experts: Experts) -> None:
+def test_empty_batches_and_misfits(experts: Matrices) -> None:
     gate, up, down = experts
     none, y = torch.zeros(0, dtype=torch.int32), torch.zeros(5, 64)
-    empty = gemv_mlp.gemv_mlp(rows()[:0], none, *experts, CHUNKS[:0], *FORMATS, y[:0], none)
+    empty = gemv_mlp.gemv_mlp(rows()[:0], none, Experts(*experts, *FORMATS), CHUNKS[:0], y[:0], none)
     assert empty.shape == (0, 64)
     for bad, message in (
         ((gate, up[:, :32], down), r"up must have shape \[S, 64, 34\], got \[5, 32, 34\]"),
@@ -138,9 +144,13 @@ def test_empty_batches_and_misfits(experts: Experts) -> None:
         ((PointerTable.of([gate]), up, down), "all tensors or all tables of addresses"),
     ):
         with pytest.raises(LabError, match=message):
-            gemv_mlp.gemv_mlp(rows(), ROW_OF, *bad, CHUNKS, *FORMATS, y, OUT_ROW)
-    with pytest.raises(LabError, match="limit_mode='oai' clamps, so it needs a limit"):
-        gemv_mlp.gemv_mlp(rows(), ROW_OF, *experts, CHUNKS, *FORMATS, y, OUT_ROW, limit_mode="oai")
+            gemv_mlp.gemv_mlp(rows(), ROW_OF, Experts(*bad, *FORMATS), CHUNKS, y, OUT_ROW)
+    for how, message in (
+        (Gate(limit_mode="oai"), "limit_mode='oai' clamps, so it needs a limit"),
+        (Gate(weight=torch.ones(5)), "gemv_mlp puts no weight on hidden rows"),
+    ):
+        with pytest.raises(LabError, match=message):
+            gemv_mlp.gemv_mlp(rows(), ROW_OF, Experts(*experts, *FORMATS), CHUNKS, y, OUT_ROW, how=how)
 
 
 @pytest.mark.parametrize(("chunks", "pairs", "f", "row_bytes"), [(1, 1, 704, 704), (33, 64, 768, 1024), (6, 5, 64, 96)])

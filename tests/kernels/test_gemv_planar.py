@@ -7,7 +7,8 @@ from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
 from moe_lab_kernels.gemv import gemv, lane_rows
 from moe_lab_kernels.gemv import mlp as gemv_mlp
-from moe_lab_kernels.gemv.decode_ref import Lanes
+from moe_lab_kernels.gemv.mlp_call import Experts
+from moe_lab_kernels.gemv.ref import Lanes
 from moe_lab_kernels.gemv.tiles import Tile
 from moe_lab_kernels.rows import activation, quantize_rows
 from moe_lab_kernels.slots.pointer_table import PointerTable
@@ -75,7 +76,7 @@ def test_experts_in_one_grid_have_the_bits_of_the_launches_they_replace() -> Non
            enumerate(((formats[0], f, d), (formats[0], f, d), (formats[1], d, f)))]  # fmt: skip
     x, more = torch.randn(3, d, generator=torch.Generator().manual_seed(2)), {"max_rows": 4, "layout": "planar"}
     y = Guarded((5, d), torch.bfloat16, "cpu")
-    gemv_mlp.gemv_mlp(x, ROW_OF, *own, CHUNKS, *formats, y.view, OUT_ROW, **more)
+    gemv_mlp.gemv_mlp(x, ROW_OF, Experts(*own, *formats), CHUNKS, y.view, OUT_ROW, **more)
     assert y.intact()
     g, u = (torch.full((5, f), float("nan"), dtype=torch.bfloat16) for _ in range(2))
     rows = lane_rows.quantize_lanes(x, formats[0], layout="planar")
@@ -86,7 +87,7 @@ def test_experts_in_one_grid_have_the_bits_of_the_launches_they_replace() -> Non
     assert same_bits(y.view, want)
     assert y.view[0].isnan().all(), "a pair in no chunk was written"
     ref = torch.full((5, d), float("nan"), dtype=torch.bfloat16)
-    gemv_mlp.gemv_mlp_ref(x, ROW_OF, *own, CHUNKS, *formats, ref, OUT_ROW, **more)
+    gemv_mlp.gemv_mlp_ref(x, ROW_OF, Experts(*own, *formats), CHUNKS, ref, OUT_ROW, **more)
     assert nmse(y.view[1:].float(), ref[1:].float()) <= tol("gemv/layer")
 
 

@@ -57,9 +57,11 @@ def test_only_whole_runs_of_quantised_slots() -> None:
 
 def test_rows_from_which_weights_are_decoded_first() -> None:
     """As the costliest of the formats wants it; sooner where rows end inside a step."""
-    w = {f: weight(f, 1, 4, 256, 1) for f in ("q2_k", "q3_k", "q6_k", "mxfp4_oss")}
-    assert arm.decode_from([w["q2_k"], w["q2_k"], w["q3_k"]]) == arm.DECODE_FROM["q3_k"]
-    assert arm.decode_from([w["q2_k"], w["q2_k"], w["q6_k"]]) == arm.DECODE_FROM_ROWS < arm.DECODE_FROM["q2_k"]
+    w = {f: weight(f, 1, 4, 1024, 1) for f in ("q2_k", "q6_k", "mxfp4_oss")}
+    assert arm.decode_from([w["q2_k"], w["q2_k"]]) == arm.DECODE_FROM["q2_k"]
+    assert arm.decode_from([w["q2_k"], w["q6_k"]]) == arm.DECODE_FROM_ROWS < arm.DECODE_FROM["q2_k"]
+    crooked = weight("q2_k", 1, 4, 256, 1)  # rows of 84 bytes
+    assert arm.decode_from([w["q2_k"], crooked]) == arm.DECODE_CROOKED_FROM["q2_k"] < arm.DECODE_FROM_ROWS
     uneven = weight("mxfp4_oss", 1, 4, 96, 1)
     assert arm.decode_from([w["mxfp4_oss"], uneven]) == arm.DECODE_UNEVEN_FROM["mxfp4_oss"]
     assert arm.decode_from([w["mxfp4_oss"]] * 3) == arm.DECODE_FROM["mxfp4_oss"]
@@ -81,6 +83,25 @@ def test_the_arm_decodes_first_where_experts_have_many_rows(monkeypatch: pytest.
     want = layer(x, "grouped").out
     assert not decoded_slots
     monkeypatch.setattr(arm, "DECODE_FROM_ROWS", 1)
-    monkeypatch.setattr(arm, "DECODED_BYTES", 3 * 2 * 3 * 64 * 256)
+    monkeypatch.setattr(arm, "DECODED_BYTES", 2 * 2 * 3 * 64 * 256)
     assert same_bits(layer(x, "grouped").out, want)
-    assert decoded_slots == [(0, 2)] * 3 + [(2, 2)] * 3
+    assert decoded_slots == [(0, 2)] * 2 + [(2, 2)] * 2 + [(0, 4)]
+
+
+def test_each_product_goes_by_its_own_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up as they lie, down decoded first, with the bits of either way for both."""
+    g = torch.Generator().manual_seed(6)
+    q = {"gate": "q2_k", "up": "q2_k", "down": "q3_k"}
+    parts = {name: quantize(torch.randn(4, 256, 256, generator=g) / 16, f) for name, f in q.items()}
+    layer = MoELayer.from_tensors(MoESpec(RouterSpec(4, 2), 256, 256), router=torch.randn(4, 256, generator=g), **parts)
+    x, formats, original = torch.randn(9, 256, generator=g).bfloat16(), [], decoded.decode_slots
+
+    def decode(w: decoded.Weight, *rest) -> decoded.Weight:
+        formats.append(w.format)
+        return original(w, *rest)
+
+    monkeypatch.setattr(decoded, "decode_slots", decode)
+    want = layer(x, "grouped").out
+    monkeypatch.setattr(arm, "DECODE_FROM", {"q2_k": 99, "q3_k": 2})
+    assert same_bits(layer(x, "grouped").out, want)
+    assert formats == ["q3_k"]

@@ -18,7 +18,7 @@ WORDS = Tile(64, 4, 1, 2, None, True)
 
 @pytest.mark.parametrize("format", STAGED)
 def test_every_format(format: str) -> None:
-    """Every second row of q3_k, 110 bytes long, begins between words."""
+    """Every second row of q3_k and q6_k, 110 and 210 bytes long, begins between words."""
     case = replace(grouped_case(format, 20, 256, [2, 0, 1]), tile=WORDS)
     got = case.product()
     assert same_bits(got.view, case.product(grouped_gemm.grouped_product_ref).view)
@@ -37,8 +37,8 @@ def test_rows_that_end_inside_a_step() -> None:
 
 
 def test_what_cannot_be_staged_says_so() -> None:
-    case = replace(grouped_case("q6_k", 20, 256, [1]), tile=WORDS)
-    with pytest.raises(LabError, match="q6_k weights are not decoded by whole words"):
+    case = replace(grouped_case("q5_k", 20, 256, [1]), tile=WORDS)
+    with pytest.raises(LabError, match="q5_k weights are not decoded by whole words"):
         case.product()
     case = replace(grouped_case("mxfp4_oss", 20, 64, [1], dtype="f16"), tile=WORDS)
     with pytest.raises(LabError, match=r"mxfp4_oss weights are not decoded by whole words for torch.float16 rows"):

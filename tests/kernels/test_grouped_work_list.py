@@ -57,6 +57,14 @@ def test_no_split_needs_more_tiles_than_the_bound(pairs: int, experts: int, toke
         assert int((-(-counts // tokens)).sum()) <= gt.most_tiles(pairs, experts, tokens)
 
 
+def test_short_lists_of_gate_and_up_are_cut_finer() -> None:
+    """96 pieces leave a third of 132 multiprocessors idle; down's tall tiles stay."""
+    plain, tall = gt.Tile(64, 8, 2, 1, 128, 1), gt.Tile(128, 8, 2)
+    assert gt.for_few(plain, 96, 132) == gt.Tile(32, 4, 2, 1, None, 1)
+    assert gt.for_few(plain, 132, 132) == plain
+    assert gt.for_few(tall, 96, 132) == tall
+
+
 def test_no_pairs_launch_nothing() -> None:
     c = torch.zeros(4, dtype=torch.int32)
     with backend.count_launches() as count:

@@ -35,7 +35,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(backend, "launch", start)
     monkeypatch.setattr(backend, "serve", lambda op, reference=None, /, **tensors: "cuda")
-    for room in ("moe_lab.block", "moe_lab.execution.call", "moe_lab.routing", "moe_lab.arms.gemv_float"):
+    for room in ("moe_lab.block", "moe_lab.execution.state", "moe_lab.routing.backend", "moe_lab.arms.gemv_float"):
         monkeypatch.setattr(f"{room}.backend_of", lambda tensor: "cuda")
 
 

@@ -14,7 +14,7 @@ from moe_lab.layer import SharedWeights
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 from moe_lab.tolerances import tol
 from moe_lab.workspace import poisoned
-from moe_lab_kernels.gemv import tiled
+from moe_lab_kernels.gemv.tiled import tiled
 from tests.support.kernel_cases import nmse
 
 TINY = LayerShape("tiny", 128, 128, 2, 1)

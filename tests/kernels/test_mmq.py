@@ -37,6 +37,18 @@ def test_bits_are_the_references(kind: str) -> None:
     check(mmq_case(kind, 40, 512 if kind in TWO_BLOCKS else 256, [2, 0, 9]))
 
 
+@pytest.mark.parametrize("kind", ["q3_k-d4", "q8_0-d4", "q4_0-ds4", "mxfp4-d4"])
+def test_operands_loaded_as_they_lie_have_the_bits_of_words_side_by_side(kind: str) -> None:
+    """More than one stage takes the former, the interpreter's own tile the latter."""
+    check(replace(mmq_case(kind, 20, 256, [2, 0, 9]), tile=Tile(64, 4, 2, 1)))
+
+
+@pytest.mark.parametrize("kind", ["q2_k-d2s6", "q8_0-d4"])
+def test_pieces_half_full_take_the_narrower_body(kind: str) -> None:
+    """Of 64 rows: 40 take the whole one, 32 and 9 the half."""
+    check(mmq_case(kind, 20, 256, [40, 32, 9], tokens=64))
+
+
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
 def test_ragged_groups(counts: list[int]) -> None:
     check(mmq_case("q8_0-d4", 40, 64, counts), dtype="bf16")

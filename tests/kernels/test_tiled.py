@@ -5,9 +5,12 @@ import torch
 
 from moe_lab.errors import LabError
 from moe_lab.tolerances import tol
-from moe_lab_kernels.gemv import gemv, sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.gemv import gemv
+from moe_lab_kernels.gemv.mlp_call import Experts
 from moe_lab_kernels.gemv.q8_rows import Words
-from moe_lab_kernels.gemv.tiles import TileCut
+from moe_lab_kernels.gemv.tiled import mlp as tiled_mlp
+from moe_lab_kernels.gemv.tiled import sum_rows, tiled
+from moe_lab_kernels.gemv.tiled.tiles import TileCut
 from moe_lab_kernels.rows import activation, quantize_rows
 from moe_lab_kernels.slots.pointer_table import PointerTable
 from moe_lab_kernels.storage.blocks import BLOCKS
@@ -127,8 +130,8 @@ def test_experts_in_one_grid_have_the_bits_of_the_launches_they_replace(formats:
     )
     x, p = x_of(d), len(ROW_OF)
     y = Guarded((p, d), torch.bfloat16, "cpu")
-    weight, more = (gate, up, down), {"max_rows": 4}
-    tiled_mlp.gemv_tiled_mlp(x, ROW_OF, *weight, CHUNKS, *formats, y.view, OUT_ROW, **more)
+    own, more = Experts(gate, up, down, *formats), {"max_rows": 4}
+    tiled_mlp.gemv_tiled_mlp(x, ROW_OF, own, CHUNKS, y.view, OUT_ROW, **more)
     assert y.intact()
     g, u = (torch.full((p, f), float("nan"), dtype=torch.bfloat16) for _ in range(2))
     tiled.gemv_tiled(sum_rows.quantize_sums(x), ROW_OF, gate, CHUNKS, formats[0], g, w2=up, out2=u, **more)
@@ -137,7 +140,7 @@ def test_experts_in_one_grid_have_the_bits_of_the_launches_they_replace(formats:
     tiled.gemv_tiled(h, torch.arange(p).int(), down, CHUNKS, formats[1], want, out_row=OUT_ROW, **more)
     assert same_bits(y.view, want)
     ref = torch.full((p, d), float("nan"), dtype=torch.bfloat16)
-    tiled_mlp.gemv_tiled_mlp_ref(x, ROW_OF, *weight, CHUNKS, *formats, ref, OUT_ROW, **more)
+    tiled_mlp.gemv_tiled_mlp_ref(x, ROW_OF, own, CHUNKS, ref, OUT_ROW, **more)
     assert nmse(y.view[1:].float(), ref[1:].float()) <= tol("gemv/layer")
     assert y.view[0].isnan().all(), "a pair in no chunk was written"
 

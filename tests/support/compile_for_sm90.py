@@ -19,6 +19,7 @@ from moe_lab_kernels.dequantize import scaled as dequantize_scaled
 from moe_lab_kernels.dequantize import transposed as dequantize_transposed
 from moe_lab_kernels.gemv import gemv
 from moe_lab_kernels.gemv import mlp as gemv_mlp
+from moe_lab_kernels.gemv.mlp_call import Experts
 from moe_lab_kernels.launch.ahead import aim
 from moe_lab_kernels.route import plan, route_plan, router, topk
 from moe_lab_kernels.rows import activation, arithmetic, combine, quantize_fp8, quantize_rows, shared_gate
@@ -59,7 +60,7 @@ def mlp_call(pair, max_rows, d=2048, f=768):
     gate, down, i = raw(formats[0], f, d), raw(formats[1], d, f), torch.zeros(8, dtype=torch.int32)
     x, y = (torch.zeros(n, d, dtype=torch.bfloat16) for n in (8, 8))
     table = torch.zeros(8, 3, dtype=torch.int32)
-    gemv_mlp.gemv_mlp(x, i, gate, gate, down, table, *formats, y, i, max_rows=max_rows)
+    gemv_mlp.gemv_mlp(x, i, Experts(gate, gate, down, *formats), table, y, i, max_rows=max_rows)
 
 
 def mlp_variants():

@@ -5,7 +5,9 @@ import re
 
 import torch
 
-from moe_lab_kernels.gemv import sum_rows, tiled, tiled_mlp
+from moe_lab_kernels.gemv.mlp_call import Experts
+from moe_lab_kernels.gemv.tiled import mlp as tiled_mlp
+from moe_lab_kernels.gemv.tiled import sum_rows, tiled
 from moe_lab_kernels.launch.ahead import aim
 from moe_lab_kernels.storage.row_tiles import TILE_FORMATS, tile_bytes
 from tests.support.sm90 import compiled, facts
@@ -28,7 +30,7 @@ def mlp(format: str, down: str, max_rows: int) -> None:
     x, i = torch.zeros(8, D, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
     weights = tiles(format, F, D), tiles(format, F, D), tiles(down, D, F)
     chunks = torch.zeros(8, 3, dtype=torch.int32)
-    tiled_mlp.gemv_tiled_mlp(x, i, *weights, chunks, format, down, x.clone(), i, max_rows=max_rows)
+    tiled_mlp.gemv_tiled_mlp(x, i, Experts(*weights, format, down), chunks, x.clone(), i, max_rows=max_rows)
 
 
 def variants():

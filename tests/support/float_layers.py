@@ -17,6 +17,13 @@ FORMULAS: dict[str, dict] = {
     "weight-inside": {"weight_place": "hidden"},
     "weight-on-input": {"weight_place": "input"},
 }
+# Without biases and with the weight on the output: on q8_1 rows all three products are one launch.
+OF_ONE_LAUNCH: dict[str, dict] = {
+    "geglu-before": FORMULAS["geglu-before"],
+    "limit-before": {"limit": 0.5},
+    "limit-after": FORMULAS["after"],
+    "oai": {"limit": 1.0, "limit_mode": "oai"},
+}
 
 
 @cache
@@ -26,7 +33,7 @@ def make(formats: tuple[str, str, str], formula: str = "plain") -> MoELayer:
     normal = lambda *s: torch.randn(*s, generator=draw) * s[-1] ** -0.5  # noqa: E731
     parts = {n: quantize(normal(E, *s), f) for (n, s), f in
              zip({"gate": (F, D), "up": (F, D), "down": (D, F)}.items(), formats, strict=True)}  # fmt: skip
-    spec = MoESpec(RouterSpec(E, K, normalize=True), D, F, **FORMULAS[formula])
+    spec = MoESpec(RouterSpec(E, K, normalize=True), D, F, **{**FORMULAS, **OF_ONE_LAUNCH}[formula])
     biases = {n: torch.randn(E, w, generator=draw) for n, w in (("gate", F), ("up", F), ("down", D))}
     return MoELayer.from_tensors(spec, router=normal(E, D) * 4, biases=biases if spec.expert_bias else None, **parts)
 

@@ -16,7 +16,7 @@ TOKENS = (1, 40)
 
 def _about(timing: Timing) -> list[object]:
     """What a call says of its own choices."""
-    return [timing.arm, timing.shared_arm, timing.backend, timing.submissions, timing.launches]
+    return [timing.arm, timing.shared_arm, timing.backend, timing.submissions, timing.launches, timing.tiles]
 
 
 def main(device: str) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 import moe_lab as lab
-from moe_lab.arms.base import ExpertStack, Group, batched_schedule
 from moe_lab.arms.integer import integer_matmul
+from moe_lab.arms.schedule import Group, batched_schedule
+from moe_lab.arms.stack import ExpertStack
 from moe_lab.formats import QuantRows, quantize_q8_1
 from moe_lab.layer import MoELayer
 from moe_lab.routing import plan

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moe_lab import routing as routing_module
 from moe_lab.arms import dense
 from moe_lab.execution import call as execution
 from moe_lab.formats import QuantTensor
 from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing, plan
+from moe_lab.routing import router as routing_module
 from moe_lab.stream.provider import ResidentExperts
 from moe_lab.weights import as_quant
 
@@ -49,10 +49,10 @@ def bias_ignored(layer: MoELayer, _: pytest.MonkeyPatch) -> bool:
 
 def weights_from_biased_scores(layer: MoELayer, patch: pytest.MonkeyPatch) -> bool:
     bias = layer.router_weights.correction_bias
-    right = routing_module._weights
+    right = routing_module.weights_of
     if bias is None:
         return False
-    patch.setattr(routing_module, "_weights", lambda z, s, ids, spec: right(z, s + bias.double(), ids, spec))
+    patch.setattr(routing_module, "weights_of", lambda z, s, ids, spec: right(z, s + bias.double(), ids, spec))
     return True
 
 

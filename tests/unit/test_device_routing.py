@@ -13,6 +13,7 @@ from moe_lab.arms.gemv import Gemv
 from moe_lab.errors import LabError
 from moe_lab.execution import device_routing
 from moe_lab.execution.device_routing import Header
+from moe_lab.execution.parts import settle
 from moe_lab.formats import quantize
 from moe_lab.layer import MoELayer
 from moe_lab.routing import Routing
@@ -288,6 +289,15 @@ def test_capture_refuses_a_cpu(tokens: int, message: str) -> None:
 
 def few_and_many() -> ByRows:
     return ByRows("few_and_many", (Range(2, ARMS["gemv"]), Range(None, ARMS["reference"])))
+
+
+def test_more_picks_than_a_slot_table_serves_are_refused_before_any_work() -> None:
+    wide, x = decode_layer(("q8_0",) * 3, experts=40, top_k=33), decode_rows(2)
+    with pytest.raises(LabError, match=r"serves K <= 32 picks a token, this router makes K=33: take routing='host'"):
+        settle(wide, "gemv", lab.Options(routing="device"), "torch", 2)
+    with pytest.raises(LabError, match=r"serves K <= 32 picks a token"):
+        wide(x, "gemv", options=lab.Options(routing="device"))
+    assert wide(x, "gemv").out.isfinite().all()
 
 
 def test_groups_go_to_the_arm_of_their_size() -> None:

@@ -125,6 +125,11 @@ def test_a_written_table_reads_back(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens is 0"),
         ({"kd": 2048.0}, "kd is 2048.0"),
         ({"gated": 1}, "gated as true or false"),
+        ({"us": float("nan")}, "us is nan; wanted microseconds, a positive number"),
+        ({"us": "9"}, "us is '9'"),
+        ({"default_us": float("inf")}, "default_us is inf"),
+        ({"default_us": 0.0}, "default_us is 0.0"),
+        ({"us": True}, "us is True"),
     ],
     ids=str,
 )

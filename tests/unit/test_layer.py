@@ -207,6 +207,21 @@ def test_refusals_name_what_came_and_what_was_wanted(call, error, words) -> None
         assert word in str(e.value)
 
 
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("biases", "says"),
+    [
+        ({"up": [[0.0] * 256] * 2, "down": torch.zeros(2, 256)}, r"biases\['up'\] is a list; wanted a torch tensor"),
+        ([torch.zeros(2, 256)] * 3, "biases is a list; wanted a mapping from a name"),
+    ],
+    ids=["lists", "a list"],
+)
+def test_biases_that_are_no_tensors(biases, says: str) -> None:
+    w, spec = torch.zeros(2, 256, 256), MoESpec(RouterSpec(2, 1), 256, 256, expert_bias=True)
+    with pytest.raises(LabTypeError, match=says):
+        MoELayer.from_tensors(spec, router=torch.zeros(2, 256), gate=w, up=w, down=w, biases=biases)
+
+
 def test_constructor_refusals() -> None:
     spec = MoESpec(RouterSpec(2, 1), 256, 256)
     w = torch.zeros(2, 256, 256)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import moe_lab as lab
-from moe_lab.arms import ARMS, get_arm
-from moe_lab.arms.table import Row, best_layout, own_path, split_layout, with_layout, write_table
+from moe_lab.arms import ARMS, best_layout, get_arm
+from moe_lab.arms.names import split_layout, with_layout
+from moe_lab.arms.table import own_path, write_table
+from moe_lab.arms.table_file import Row
 from moe_lab.bench import roof
 from moe_lab.bench.cell import Settings
 from moe_lab.bench.laid import laid
@@ -195,6 +197,22 @@ def test_a_table_ranks_layouts_and_auto_stays_in_its_own(
     finally:
         mine.unlink()
         write_table(tmp_path / "other.json", "other", [], {})  # tables are read anew
+
+
+@pytest.mark.parametrize(
+    ("arms", "layout"),
+    [
+        (("sold_elsewhere@tiles", "gemv@planar"), "planar"),
+        (("mmq@tiles", "gemv"), "raw"),
+        (("gemv@tiles", "gemv"), "raw"),
+        (("grouped@tiles",), "raw"),
+    ],
+    ids=["an arm that there is not", "an arm that reads no tiles", "a format without tiles", "none can run"],
+)
+def test_what_cannot_run_decides_no_layout(raw: MoELayer, arms: tuple[str, ...], layout: str, monkeypatch) -> None:
+    monkeypatch.setattr("moe_lab.arms.ranked", lambda *asked: arms)
+    formats = ("mxfp4",) * 3 if arms[0] == "gemv@tiles" else raw.experts.formats
+    assert best_layout("torch", formats, raw.spec) == layout
 
 
 def test_a_repacked_layer_is_written_as_the_raw_one(tmp_path: Path) -> None:

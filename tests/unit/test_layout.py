@@ -22,7 +22,7 @@ FLOORS = (
     {"tap"},
     {"activations"},
     {"checkpoint"},
-    {"routing", "routing_checks", "workspace", "arms", "weights", "block", "numerics"},
+    {"routing", "workspace", "arms", "weights", "block", "numerics"},
     {"stream"},
     {"layer", "execution"},
     {"assembly", "open", "export"},

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moe_lab as lab
+from moe_lab.errors import LabError
 from moe_lab.formats import quantize, quantize_activations
 from moe_lab.numerics.emulation import arithmetic_of, emulate
 from moe_lab.numerics.matmul import ACTIVATIONS
@@ -133,6 +134,13 @@ def test_a_rows_bits_are_its_own(format: str, arm: str) -> None:
     whole = product(x)
     for t in (1, 2, 8, 9, 63, 64, 65):
         assert torch.equal(product(x[-t:]), whole[-t:]), t
+
+
+def test_gemv_of_values_is_named_where_codes_are_refused() -> None:
+    q = quantize(torch.ones(4, 128), "int4_g32")
+    with pytest.raises(LabError, match="not int4_g32; with activation='bf16' it does"):
+        lab.matmul(torch.ones(2, 128), q)
+    assert lab.matmul(torch.ones(2, 128), q, activation="bf16").shape == (2, 4)
 
 
 @pytest.mark.parametrize("activation", [None, "bf16", "fp8", "q8_1", "d4", "q8_k"])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from moe_lab.errors import LabError
 from moe_lab.families import FAMILIES
-from moe_lab.models import MODELS, get_model
+from moe_lab.models import MODELS
 
 # Total parameters in billions, as published (a name that has them says the same). Routed experts are most of it.
 TOTAL_BILLION = {
@@ -34,19 +33,14 @@ def test_routed_experts_are_most_of_the_stated_parameters(name: str) -> None:
 
 
 def test_the_streaming_models_pairs_and_weights() -> None:
-    model = get_model("deepseek-v4.1-flash")
+    model = MODELS["deepseek-v4.1-flash"]
     assert model.moe_layers * model.num_experts == 15_360
     assert model.expert_weights == 3 * 5120 * 2304
     assert (model.spec().limit, model.spec().shared.limit, model.spec().router.score) == (10.0, 10.0, "sqrt_softplus")
 
 
 def test_router_width_of_zero_experts() -> None:
-    assert get_model("longcat-flash").spec().router.width == 768
-
-
-def test_unknown_model_lists_the_known_ones() -> None:
-    with pytest.raises(LabError, match="deepseek-v3"):
-        get_model("deepseek-v9")
+    assert MODELS["longcat-flash"].spec().router.width == 768
 
 
 CONFIGS = {

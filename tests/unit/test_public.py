@@ -25,12 +25,34 @@ import moe_lab as lab
 """
 
 
-def python(code: str, *, blocked: list[str] | None = None) -> str:
-    head = BLOCK.format(blocked=blocked) if blocked else "import moe_lab as lab\n"
+# Each code in a child of its own: all of them start where the one process stands that has imported torch or the lab.
+FORK = """
+import os, traceback
+for code in {codes!r}:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            exec(code, dict(globals()))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        print(flush=True)
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"failed: {{code}}")
+    print("-- next", flush=True)
+"""
+
+
+def python(*codes: str, blocked: list[str] | None = None, first: str = "import moe_lab as lab") -> list[str]:
+    """What each of `codes` prints after `first`, in an environment of its own."""
+    head = BLOCK.format(blocked=blocked) if blocked else f"import sys\n{first}\n"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, cwd="/", env=environment)
+    command = [sys.executable, "-c", head + FORK.format(codes=codes)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return [said.strip() for said in done.stdout.split("-- next")[:-1]]
 
 
 def test_every_public_name_resolves() -> None:
@@ -75,40 +97,38 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_import_loads_torch_alone() -> None:
     code = f"import sys; print([name for name in {['triton', *OPTIONAL]!r} if name in sys.modules])"
-    assert python(code) == "[]"
+    assert python(code) == ["[]"]
 
 
-@pytest.mark.parametrize("first", ["import moe_lab.{0}", "lab.{0}\nimport moe_lab.{0}", "from moe_lab import {0}"])
-def test_function_wins_over_its_module(first: str) -> None:
+def test_function_wins_over_its_module() -> None:
     """Importing the submodule first must not leave the module in the function's place."""
     names = ("open", "sample", "simulate", "runs", "bench")
-    code = "\n".join(first.format(name) for name in names) + f"\nprint([callable(getattr(lab, n)) for n in {names}])"
-    assert python(code) == str([True] * len(names))
+    firsts = ("import moe_lab.{0}", "lab.{0}\nimport moe_lab.{0}", "from moe_lab import {0}")
+    shown = f"\nprint([callable(getattr(lab, n)) for n in {names}])"
+    said = python(*("\n".join(first.format(name) for name in names) + shown for first in firsts))
+    assert said == [str([True] * len(names))] * len(firsts)
 
 
-def test_core_needs_torch_triton_numpy_alone() -> None:
+def test_core_needs_torch_triton_numpy_alone_and_the_rest_names_its_extra() -> None:
     names = [n for n in moe_lab.__all__ if n not in ("plot", "explore")]
-    code = f"for name in {names!r}: getattr(lab, name)\nimport torch\n"
-    code += "r = lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)); print(tuple(r.ids.shape))"
-    assert python(code, blocked=OPTIONAL) == "(5, 2)"
-
-
-@pytest.mark.parametrize(
-    ("use", "extra"), [("lab.plot", "lab"), ("lab.explore", "lab"), ("import moe_lab.report.exporter", "report")]
-)
-def test_missing_package_names_its_extra(use: str, extra: str) -> None:
-    code = f"try:\n    {use}\nexcept lab.MissingExtra as error:\n    print(error)"
-    assert f"pip install 'moe-lab[{extra}]'" in python(code, blocked=OPTIONAL)
+    core = f"for name in {names!r}: getattr(lab, name)\nimport torch\n"
+    core += "r = lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)); print(tuple(r.ids.shape))"
+    extras = {"lab.plot": "lab", "lab.explore": "lab", "import moe_lab.report.exporter": "report"}
+    uses = [f"try:\n    {use}\nexcept lab.MissingExtra as error:\n    print(error)" for use in extras]
+    shape, *missing = python(core, *uses, blocked=OPTIONAL)
+    assert shape == "(5, 2)"
+    for said, extra in zip(missing, extras.values(), strict=True):
+        assert f"pip install 'moe-lab[{extra}]'" in said
 
 
 def test_import_without_triton() -> None:
     code = "import torch\nprint(tuple(lab.route(torch.randn(5, 8), lab.RouterSpec(8, 2)).ids.shape))"
-    assert python(code, blocked=["triton"]) == "(5, 2)"
+    assert python(code, blocked=["triton"]) == ["(5, 2)"]
 
 
-@pytest.mark.parametrize("place", ["bench.cost", "runs.record", "simulate.bounds"])
-def test_a_module_behind_a_public_function_is_imported_by_name(place: str) -> None:
+def test_a_module_behind_a_public_function_is_imported_by_name() -> None:
     """`lab.bench` is a function; what is in the package of that name can be had as well."""
-    code = f"import moe_lab.{place} as c\nimport moe_lab as lab\nassert c.__name__ == 'moe_lab.{place}'\n"
-    code += f"assert callable(lab.{place.partition('.')[0]})"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    places = ("bench.cost", "runs.record", "simulate.bounds")
+    code = "import moe_lab.{0} as c\nimport moe_lab as lab\nprint(c.__name__, callable(lab.{1}))"
+    said = python(*(code.format(place, place.partition(".")[0]) for place in places), first="import torch")
+    assert said == [f"moe_lab.{place} True" for place in places]

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lab import routing as routing_module
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.routing import Routing, plan, route
+from moe_lab.routing import Routing, plan, route, scores
 from moe_lab.spec import RouterSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -254,7 +253,7 @@ def test_an_infinite_score_takes_the_whole_weight(score: str) -> None:
 def test_on_a_device_tokens_outside_the_hash_table_are_skipped_and_counted() -> None:
     """What the device path does without a look from the host; the host refuses such input (R19)."""
     table = torch.tensor([[0, 3], [1, 9]])
-    ids, unknown = routing_module._hashed(table, torch.tensor([0, 2, -1, 1]), 4)
+    ids, unknown = scores.hashed(table, torch.tensor([0, 2, -1, 1]), 4)
     assert ids.tolist() == [[0, 3], [-1, -1], [-1, -1], [1, -1]]
     assert unknown.tolist() == [False, True, True, True]
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.formats import FORMATS, QuantTensor, ScaledFormat, get_format, quantize
-from moe_lab.formats.fused import split_gate_up
+from moe_lab.formats import FORMATS, QuantTensor, ScaledFormat, get_format, quantize, split_gate_up
 from moe_lab.formats.transposed import Resident, TransposedTensor
 from moe_lab_kernels.storage.minifloat import e2m1_codes, e4m3_codes, e4m3_values, e8m0_values
 from tests.support.scaled_cases import PACKED, SCALED, heavy_tailed, quantised

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from moe_lab.checkpoint import SafetensorsFile
 from moe_lab.errors import CheckpointError
-from moe_lab.formats import QuantTensor
-from moe_lab.formats.fused import split_gate_up
+from moe_lab.formats import QuantTensor, split_gate_up
 
 F8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -9,7 +9,7 @@ import torch
 
 from moe_lab.bench import tune_launches as tune_module
 from moe_lab.bench.launches import Job, jobs
-from moe_lab.bench.tune_launches import asked, best, measured, tune_launches
+from moe_lab.bench.tune_launches import Started, asked, best, measured, started, tune_launches
 from moe_lab.bench.workloads import LayerShape
 from moe_lab.errors import LabError
 from moe_lab_kernels.backend import record_launches
@@ -88,7 +88,7 @@ def test_any_other_failure_is_raised() -> None:
 
 
 def test_jobs_after_the_budget_are_named_and_left_out() -> None:
-    some = [job(), replace(job(), format="q3_k")]
+    some = [(job(), {}), (replace(job(), format="q3_k"), {})]
     with pytest.warns(UserWarning, match="left out grouped q2_k gate \\+ up"):
         assert [*measured(some[:1], clock_of({BUILT_IN: 10.0}), until=0.0)] == []
     assert len([*measured(some, clock_of({BUILT_IN: 10.0}), until=1e300)]) == 2
@@ -111,11 +111,20 @@ def test_tiles_that_are_not_compiled_in_time_are_left_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(tune_module, "wait", lambda futures, timeout: None)
     timed: list[Tile] = []
     with pytest.warns(UserWarning, match="left out 1 tiles of grouped q2_k"):
-        (found,) = measured([job(OTHER, THIRD)], clock_of({BUILT_IN: 10.0, OTHER: 9.0}, timed), 1e300, Compilers())
+        (found,) = measured(sent(job(OTHER, THIRD)), clock_of({BUILT_IN: 10.0, OTHER: 9.0}, timed), 1e300)
     assert timed == [BUILT_IN, OTHER]
     assert found.us == 9.0
     with pytest.warns(UserWarning, match="left out grouped q2_k gate"):
-        assert [*measured([job()], clock_of({}), 1e300, Compilers())] == []
+        assert [*measured(sent(job()), clock_of({}), 1e300)] == []
+
+
+def sent(some: Job) -> list[Started]:
+    return [(some, started(some, Compilers()))]
+
+
+def test_an_unknown_kernel_is_named() -> None:
+    with pytest.raises(LabError, match="no launch table has a kernel 'gemm'; known: grouped"):
+        tune_launches(kernels=["gemm"])
 
 
 def test_shapes_meet_the_formats_that_fit_them() -> None:
@@ -135,7 +144,7 @@ PLACES = {
     "q2_k+q3_k": {("grouped", "q2_k", True), ("grouped", "q3_k", False), ("mmq", "q2_k", True), ("mmq", "q2_k", False),
                   ("mmq", "q3_k", False), ("wide", "q2_k", False), ("wide", "q3_k", False)},
     "fp8_block": {("grouped", "fp8_block", True), ("grouped", "fp8_block", False), ("grouped_fp8", "fp8_block", False),
-                  ("grouped_fp8_hidden", "fp8_block", True)},
+                  ("grouped_fp8_hidden", "fp8_block", True), ("grouped_fp8", "fp8_block", True)},
     "bf16": {("grouped", "bf16", True), ("grouped", "bf16", False)},
 }  # fmt: skip
 
@@ -146,9 +155,16 @@ def test_every_product_of_a_layer_is_tuned_at_every_width(format: str) -> None:
         made = list(jobs(TINY, format, "cpu"))
     assert {(j.kernel, j.format, j.gated) for j in made} == PLACES[format]
     assert {j.tokens for j in made} == {16, 32, 64, 128}
+    assert all(j.tokens <= 64 for j in made if j.kernel.startswith("grouped_fp8")), "the arm's widest"
     assert {(j.n, j.kd) for j in made if j.gated} == {(512, 256)}
     assert all(job.others and job.default not in job.others for job in made)
     assert all(len(job.others) <= 14 for job in made), "a bounded number of tiles"
+
+
+def test_jobs_of_one_kernel_alone() -> None:
+    with record_launches():
+        made = list(jobs(TINY, "fp8_block", "cpu", ["grouped_fp8"]))
+    assert [(j.tokens, j.gated) for j in made] == [(16, False), (32, False), (64, True), (64, False)]
 
 
 @pytest.mark.parametrize("format", PLACES)

@@ -21,6 +21,7 @@ from moe_lab.formats.layouts import RAW, REPACKED
 from moe_lab.formats.layouts import refusal as layout_refusal
 from moe_lab.formats.repacked import Repacked
 from moe_lab.spec import MoESpec, RouterSpec
+from moe_lab_kernels.storage.blocks import GEMV_FORMATS
 
 D, F, E, K = 2048, 768, 8, 2
 # Rows a chunk: 1, 2, 4, 8. Rows a tile: 16, 32, 64, 128; then tiles whose weights are decoded, or opened, first: from
@@ -33,6 +34,9 @@ EVERY_WIDTH = ("bf16", "q2_k+q3_k", "fp8_block", "mxfp4_oss")
 SOME_MANY, MMQ_MANY = (8, 192, 256), (8, 192, 1024)
 FORMULA_MANY = (8, 256, 2048)
 ENDS = (1, 8, MMQ_MANY[-1])  # of other layouts than raw blocks: chunks of one row and of eight, short and full tiles
+# gemv's one-grid launches of the integer formats, in every layout: the shared expert found by address, other formulas
+# and rows. Chunks of eight rows hold the most registers, and those two spilled before there was a row for them.
+FULL = (8,)
 LIKE_ANOTHER = ("int4_g32", "int4_g128", "int8_g32", "int8_g128")
 # Experts of other formulas than a plain SwiGLU's, in formats that models with them come in.
 FORMULAS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -88,9 +92,23 @@ def cases() -> Iterator[Case]:
             yield replace(one, beside=True)
         for layout in REPACKED:
             yield replace(one, layout=layout, tokens=tuple(t for t in tokens if t in ENDS))
+        if arm == "gemv" and format in GEMV_FORMATS:
+            yield from _full_chunks(one)
         for name, (how, known) in FORMULAS.items():
             if format in known:
                 yield replace(one, tokens=few, formula=name, how=replace(PLAIN, **how))
+
+
+def _full_chunks(one: Case) -> Iterator[Case]:
+    """Chunks of eight rows of an integer format in every layout."""
+    for layout in (RAW, *REPACKED):
+        laid_out = replace(one, layout=layout, tokens=FULL, beside=True)
+        yield laid_out
+        yield replace(laid_out, stores=torch.float32)
+        clamped, gelu = (
+            replace(laid_out, formula=name, how=replace(PLAIN, **FORMULAS[name][0])) for name in ("clamped", "gelu")
+        )
+        yield from (clamped, gelu, replace(clamped, beside=False))
 
 
 def _tokens(arm: str, format: str) -> tuple[int, ...]:

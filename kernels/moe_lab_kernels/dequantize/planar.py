@@ -15,8 +15,7 @@ from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect_rows
 from moe_lab_kernels.dequantize.dequantize import Cut, cut_for, dequantize_ref, output_of, unit_at
 from moe_lab_kernels.dequantize.steps import byte_of, doubled_e2m1, e8m0_halved, half_at, number, ue4m3_halved
-from moe_lab_kernels.gemv.decode import half_bits
-from moe_lab_kernels.primitives import round_to
+from moe_lab_kernels.primitives import half_bits, round_to
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.planar import MAX_GRID_Y, check_planar, restore_ref
 from moe_lab_kernels.storage.planar_layout import ALIGNMENT, planes_of

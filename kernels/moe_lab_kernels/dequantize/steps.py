@@ -15,8 +15,7 @@ Products and differences are those of `unpack.values_of`, each rounded to fp32, 
 from typing import NamedTuple
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.decode import half_bits
-from moe_lab_kernels.primitives import funnel
+from moe_lab_kernels.primitives import funnel, half_bits
 from moe_lab_kernels.storage.unpack import IQ4_VALUES
 
 

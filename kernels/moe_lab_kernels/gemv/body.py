@@ -1,14 +1,14 @@
 """What every GEMV kernel shares: one weight row times one activation row, in an order that is written out.
 
-A row of blocks is walked by LANES lanes, PER_BLOCK of them a block (`decode_ref.lanes_of` says how many); each lane
+A row of blocks is walked by LANES lanes, PER_BLOCK of them a block (`ref.lanes_of` says how many); each lane
 adds the parts of its own steps in sequence, then the lanes are added halves against halves, lane i to i + LANES / 2
 and so on. `matvec_ref` adds in the same order, so bits depend on a row's own operands and LANES alone: on no tile,
 no chunk, no grid, no launch.
 """
 # pyright: reportGeneralTypeIssues=false
 
-from moe_lab_kernels.backend import gdc_launch_dependents, gdc_wait, jit, tl
-from moe_lab_kernels.gemv.decode_part import part
+from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.gemv.steps import part
 from moe_lab_kernels.primitives import offset64, round_to
 
 
@@ -35,20 +35,6 @@ def lane_sums(w, w_row_stride, n_row, N, x, d8, total, known, blocks, A: tl.cons
                     tl.minimum(block, blocks - 1), lane % PER_BLOCK, there, FORMAT, PER_BLOCK, 8 * LANES * ORDERED,
                     NATIVE)  # fmt: skip
     return acc
-
-
-@jit
-def wait_for_the_kernel_before(PDL: tl.constexpr):
-    """Until everything the kernel before wrote can be read (programmatic dependent launch starts this one early)."""
-    if PDL:
-        gdc_wait()
-
-
-@jit
-def let_the_next_kernel_start(PDL: tl.constexpr):
-    """Called after the wait, so what the next kernel reads before its own wait is older than this kernel."""
-    if PDL:
-        gdc_launch_dependents()
 
 
 @jit

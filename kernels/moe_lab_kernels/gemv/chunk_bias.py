@@ -41,16 +41,9 @@ def _chunk_bias(y, chunks, bias, row_of, out, to, N, n_slots, n_pairs, y_row, bi
             tl.store(where, round_to(given + extra, out.dtype.element_ty), mask=mine & (n < N))
 
 
-def chunk_bias(
-    y: Float32[Tensor, "P N"],
-    chunks: Int32[Tensor, "C 3"],
-    bias: Float[Tensor, "X N"],
-    out: Tensor,
-    *,
-    row_of: Int32[Tensor, " C"] | None = None,
-    to: Int32[Tensor, " P"] | None = None,
-    n_slots: int | None = None,
-) -> Tensor:
+def chunk_bias(y: Float32[Tensor, "P N"], chunks: Int32[Tensor, "C 3"], bias: Float[Tensor, "X N"], out: Tensor, *,
+               row_of: Int32[Tensor, " C"] | None = None, to: Int32[Tensor, " P"] | None = None,
+               n_slots: int | None = None) -> Tensor:  # fmt: skip
     """Write y + bias for every pair of every chunk (Triton). `row_of`: each chunk's row of the bias (None: its slot);
     `n_slots`: slots that mean something (None: X). Returns `out`. LabError when shapes, strides or devices disagree."""
     slots = _check(y, chunks, bias, out, row_of, to, n_slots)
@@ -69,16 +62,9 @@ def chunk_bias(
     return out
 
 
-def chunk_bias_ref(
-    y: Float32[Tensor, "P N"],
-    chunks: Int32[Tensor, "C 3"],
-    bias: Float[Tensor, "X N"],
-    out: Tensor,
-    *,
-    row_of: Int32[Tensor, " C"] | None = None,
-    to: Int32[Tensor, " P"] | None = None,
-    n_slots: int | None = None,
-) -> Tensor:
+def chunk_bias_ref(y: Float32[Tensor, "P N"], chunks: Int32[Tensor, "C 3"], bias: Float[Tensor, "X N"], out: Tensor, *,
+                   row_of: Int32[Tensor, " C"] | None = None, to: Int32[Tensor, " P"] | None = None,
+                   n_slots: int | None = None) -> Tensor:  # fmt: skip
     """The same in torch, bit for bit."""
     slots = _check(y, chunks, bias, out, row_of, to, n_slots)
     for c, (slot, first, count) in enumerate(chunks.tolist()):

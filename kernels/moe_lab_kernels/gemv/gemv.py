@@ -3,8 +3,7 @@
 P pairs, S weight slots of [N, Kd], R quantised activation rows. Pairs come in chunks of at most 8 that share a slot; a
 program takes a tile of weight rows and multiplies it with every row of its chunk: a few at a time share the decoded
 codes, the next find the tile in the cache. Reads N * row_bytes a chunk (plus Kd codes a pair, from the cache), writes
-P * N. Formats: `blocks.GEMV_FORMATS`, as raw blocks or in planes; their arithmetic is in `decode`, `decode_nibbles` and
-`steps_planar`.
+P * N. Formats: `blocks.GEMV_FORMATS`, as raw blocks or in planes; their arithmetic is in `raw` and `planar`.
 
 A row's bits depend on its own codes and weights alone: not on how many rows the chunk holds, on P, on the tile or on
 the machine. `gemv.body` says in which order it is added; `gemv_ref` adds likewise and so gives the same bits.
@@ -25,12 +24,12 @@ from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect, expect_rows
 from moe_lab_kernels.gemv.body import lane_sums, stored_as
-from moe_lab_kernels.gemv.decode_ref import Lanes, lanes_of, matvec_ref
 from moe_lab_kernels.gemv.forms import form_of, format_of, is_planar, values_of
 from moe_lab_kernels.gemv.lane_rows import LaneRows, Rows, lane_index, to_plain
 from moe_lab_kernels.gemv.pairs import MAX_CHUNK_ROWS, Pairs, by_chunks, check_out, check_pairs, grid_y
+from moe_lab_kernels.gemv.ref import Lanes, lanes_of, matvec_ref
 from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, tile_for
-from moe_lab_kernels.primitives import fold_rows, folded_row, offset64
+from moe_lab_kernels.primitives import by_warp, fold_rows, folded_row, offset64
 from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor, is_pointers, operand, slot_base
 from moe_lab_kernels.storage.blocks import gemv_alignment, gemv_row_bytes
 from moe_lab_kernels.storage.planar import restore_ref
@@ -43,7 +42,8 @@ TOTALS_NEEDED = ("q4_0",)
 def _strip(codes, scale, total, row_of, out_row, w, out, n0, first, n, N, blocks, n_x, n_pairs, codes_stride,
            scale_stride, total_stride, w_row_stride, out_stride, FORMAT: tl.constexpr, LANES: tl.constexpr,
            PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, ORDERED: tl.constexpr, GATHER: tl.constexpr,
-           SCATTER: tl.constexpr, R: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+           SCATTER: tl.constexpr, R: tl.constexpr, STRIP: tl.constexpr, WARPS: tl.constexpr,
+           NATIVE: tl.constexpr):  # fmt: skip
     """STRIP weight rows from n0 on, times up to R rows of one chunk. Axes of each tensor: x row, weight row, lane."""
     p = first + tl.arange(0, R)[:, None, None]
     mine = (p < first + n) & (p >= 0) & (p < n_pairs)
@@ -58,12 +58,18 @@ def _strip(codes, scale, total, row_of, out_row, w, out, n0, first, n, N, blocks
     x, d8 = codes + offset64(row, codes_stride), scale + offset64(row, scale_stride)
     acc = lane_sums(w, w_row_stride, tl.minimum(n_row, N - 1), N, x, d8, total + offset64(row, total_stride), known,
                     blocks, R, STRIP // each, FORMAT, LANES, PER_BLOCK, VALUES, ORDERED, NATIVE)  # fmt: skip
-    sums = stored_as(fold_rows(acc, R, STRIP // each, LANES), out.dtype.element_ty)
+    warps: tl.constexpr = min(WARPS, STRIP // each)  # pyright: ignore[reportAssignmentType]
+    own: tl.constexpr = STRIP // each // warps  # pyright: ignore[reportAssignmentType]
+    acc = by_warp(acc, R, STRIP // each, warps)
+    sums = stored_as(fold_rows(acc, R * warps, own, LANES), out.dtype.element_ty)
+    part = tl.arange(0, R * warps)[:, None, None]
+    p = first + part // warps
+    mine = (p < first + n) & (p >= 0) & (p < n_pairs)
     to = p
     if SCATTER:
         to = tl.load(out_row + p, mask=mine, other=0)
-    of_lane, first_with_it = folded_row(STRIP // each, LANES)
-    n_row = n0 + of_lane * each + lane // LANES
+    of_lane, first_with_it = folded_row(own, LANES)
+    n_row = n0 + (of_lane * warps + part % warps) * each + lane // LANES
     tl.store(out + offset64(to, out_stride) + n_row, sums, mask=mine & (n_row < N) & first_with_it)
 
 
@@ -72,7 +78,7 @@ def chunk_tile(codes, scale, total, row_of, out_row, w, out, tile, first, n, N, 
                scale_stride, total_stride, w_row_stride, out_stride, FORMAT: tl.constexpr, LANES: tl.constexpr,
                PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, ORDERED: tl.constexpr, GATHER: tl.constexpr,
                SCATTER: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
-               NATIVE: tl.constexpr):  # fmt: skip
+               WARPS: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """ROWS weight rows of tile `tile`, times the n rows of one chunk. GATHER: pair p uses row row_of[p], else row p;
     SCATTER: it goes to row out_row[p], else row p."""
     for done in range(0, n, SHARED):
@@ -85,7 +91,7 @@ def chunk_tile(codes, scale, total, row_of, out_row, w, out, tile, first, n, N, 
                         _strip(codes, scale, total, row_of, out_row, w, out, n0, first + done, left, N, blocks, n_x,
                                n_pairs, codes_stride, scale_stride, total_stride, w_row_stride, out_stride, FORMAT,
                                LANES, PER_BLOCK, VALUES, ORDERED, GATHER, SCATTER, 1 << size,
-                               min(ROWS, 32 // LANES * (SUMS >> size)), NATIVE)  # fmt: skip
+                               min(ROWS, 32 // LANES * (SUMS >> size)), WARPS, NATIVE)  # fmt: skip
 
 
 POINTERS = ["codes", "scale", "total", "row_of", "out_row", "chunks", "w", "w2", "out", "out2"]
@@ -102,7 +108,7 @@ def _gemv(codes, scale, total, row_of, out_row, chunks, w, w2, out, out2, N, blo
           codes_stride, scale_stride, total_stride, w_slot_stride, w_row_stride, w2_slot_stride, w2_row_stride,
           out_stride, out2_stride, FORMAT: tl.constexpr, LANES: tl.constexpr, PER_BLOCK: tl.constexpr,
           VALUES: tl.constexpr, ORDERED: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr,
-          SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, TABLE: tl.constexpr,
+          SHARED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, WARPS: tl.constexpr, TABLE: tl.constexpr,
           NATIVE: tl.constexpr):  # fmt: skip
     """Program = (chunk, tile of rows, weight); chunks on grid x because y and z stop at 65,535. TABLE: w and w2 hold
     the addresses of their slots."""
@@ -118,24 +124,13 @@ def _gemv(codes, scale, total, row_of, out_row, chunks, w, w2, out, out2, N, blo
             row_stride, to_stride = w2_row_stride, out2_stride
     chunk_tile(codes, scale, total, row_of, out_row, base, to, tile, first, n, N, blocks, n_x, n_pairs, codes_stride,
                scale_stride, total_stride, row_stride, to_stride, FORMAT, LANES, PER_BLOCK, VALUES, ORDERED, True,
-               SCATTER, SHARED, ROWS, SUMS, NATIVE)  # fmt: skip
+               SCATTER, SHARED, ROWS, SUMS, WARPS, NATIVE)  # fmt: skip
 
 
-def gemv(
-    rows: Rows,
-    row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    out: Tensor,
-    *,
-    w2: Weights | None = None,
-    out2: Tensor | None = None,
-    out_row: Int32[Tensor, " P"] | None = None,
-    max_rows: int = MAX_CHUNK_ROWS,
-    layout: str = "raw",
-    tile: Tile | None = None,
-) -> Tensor:
+def gemv(rows: Rows, row_of: Int32[Tensor, " P"], w: UInt8[Tensor, "S rows bytes"] | PointerTable,
+         chunks: Int32[Tensor, "C 3"], format: str, out: Tensor, *, w2: Weights | None = None,
+         out2: Tensor | None = None, out_row: Int32[Tensor, " P"] | None = None, max_rows: int = MAX_CHUNK_ROWS,
+         layout: str = "raw", tile: Tile | None = None) -> Tensor:  # fmt: skip
     """Write out[p] [P, N] for every pair of every chunk, and with `w2`, w2's into `out2` in the same launch (Triton).
 
     rows: (codes int8 [R, Kd], scale and, which q4_0 alone reads, total fp16 [R, Kd / 32]); row_of[p]: the row that pair
@@ -149,8 +144,9 @@ def gemv(
     pairs = Pairs(row_of, chunks, out_row, max_rows)
     form = _check(rows, pairs, w, format, layout, out, w2, out2)
     (codes, scale, total), strides = activation_rows(rows)
-    tensors = {"codes": codes, "scale": scale, "row_of": row_of, "w": operand(w), "chunks": chunks, "out": out}
-    on = backend.serve("gemv", **tensors, w2=None if w2 is None else operand(w2), out2=out2, out_row=out_row)
+    tensors = {"codes": codes, "scale": scale, "total": total, "row_of": row_of, "w": operand(w), "chunks": chunks}
+    more = {"out": out, "w2": None if w2 is None else operand(w2), "out2": out2, "out_row": out_row}
+    on = backend.serve("gemv", **tensors, **more)
     n, kd = out.shape[1], width_of(rows)
     if tile is None:
         widest = min(TILE_INTERPRETER.rows, backend.next_power_of_2(n))
@@ -168,7 +164,7 @@ def gemv(
         *(n, kd // values_of(form), len(w), len(codes), len(row_of)),
         *(*strides, *slot_steps, out.stride(0), to_second.stride(0)),
         *(form, *lanes, values_of(form), ordered, two, scatter),
-        *(min(max_rows, tile.shared), height, tile.sums, is_pointers(w), backend.has_dp4a(on)),
+        *(min(max_rows, tile.shared), height, tile.sums, tile.warps, is_pointers(w), backend.has_dp4a(on)),
         device=out.device,
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -176,21 +172,10 @@ def gemv(
     return out
 
 
-def gemv_ref(
-    rows: Rows,
-    row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    out: Tensor,
-    *,
-    w2: Weights | None = None,
-    out2: Tensor | None = None,
-    out_row: Int32[Tensor, " P"] | None = None,
-    max_rows: int = MAX_CHUNK_ROWS,
-    layout: str = "raw",
-    tile: Tile | None = None,
-) -> Tensor:
+def gemv_ref(rows: Rows, row_of: Int32[Tensor, " P"], w: UInt8[Tensor, "S rows bytes"] | PointerTable,
+             chunks: Int32[Tensor, "C 3"], format: str, out: Tensor, *, w2: Weights | None = None,
+             out2: Tensor | None = None, out_row: Int32[Tensor, " P"] | None = None, max_rows: int = MAX_CHUNK_ROWS,
+             layout: str = "raw", tile: Tile | None = None) -> Tensor:  # fmt: skip
     """The same in torch, bit for bit; of `tile` only the lanes mean something here. Slow: for tests."""
     pairs = Pairs(row_of, chunks, out_row, max_rows)
     form = _check(rows, pairs, w, format, layout, out, w2, out2)

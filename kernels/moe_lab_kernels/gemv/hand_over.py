@@ -1,4 +1,4 @@
-"""How programs of one grid hand values to each other: what `mlp` and `tiled_mlp` share on the device, and its scratch.
+"""How programs of one grid hand values to each other: what `mlp` and `tiled.mlp` share on the device, and its scratch.
 
 Nobody waits for a kernel to end. A product of gate or up passes to the program that activates it by itself: its word of
 scratch holds 0 until it is there, and then its fp32 bits inverted (all ones would be a NaN that no sum gives: a GPU's
@@ -49,6 +49,24 @@ def scratch(chunks: int, pairs: int, f: int, row_bytes: int) -> Scratch:
 def stored(dtype: torch.dtype) -> Any:
     """The dtype as device code names it."""
     return getattr(tl, {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype])
+
+
+@jit
+def work_of(chunks, n_chunks, n_slots, tiles, down_tiles):
+    """Whether this program is down's; its chunk, tile and slot; the chunk's first pair and its number of pairs, 0 where
+    the slot is none. Those of gate and up come first, two for each tile of each chunk, then down's."""
+    pid = tl.program_id(0)
+    is_down = pid >= n_chunks * tiles * 2
+    if is_down:
+        pid -= n_chunks * tiles * 2
+        chunk, tile = pid // down_tiles, pid % down_tiles
+    else:
+        chunk, tile = pid // (2 * tiles), pid % (2 * tiles)
+    slot = tl.load(chunks + 3 * chunk)
+    first, n = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
+    if (slot < 0) | (slot >= n_slots):
+        n = 0
+    return is_down, chunk, tile, slot, first, n
 
 
 @jit

@@ -18,9 +18,9 @@ import torch
 from moe_lab._types import Float, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels.checks import expect, expect_contiguous, expect_rows
-from moe_lab_kernels.gemv.decode_ref import Lanes, lanes_of
 from moe_lab_kernels.gemv.forms import form_of, format_of, values_of
 from moe_lab_kernels.gemv.q8_rows import Empty, Words, check_given, cleared, fresh, quantize
+from moe_lab_kernels.gemv.ref import Lanes, lanes_of
 from moe_lab_kernels.rows.quantize_rows import quantize_q8_1_ref
 from moe_lab_kernels.storage.blocks import gemv_row_bytes
 
@@ -38,16 +38,8 @@ class LaneRows(NamedTuple):
 Rows = Sequence[Tensor] | LaneRows  # (codes, scale[, total]) in value order, or rows in lane order
 
 
-def quantize_lanes(
-    x: Float[Tensor, "R Kd"],
-    format: str,
-    *,
-    layout: str = "raw",
-    lanes: Lanes | None = None,
-    out: LaneRows | None = None,
-    clear: Words | None = None,
-    pdl: bool = False,
-) -> LaneRows:
+def quantize_lanes(x: Float[Tensor, "R Kd"], format: str, *, layout: str = "raw", lanes: Lanes | None = None,
+                   out: LaneRows | None = None, clear: Words | None = None, pdl: bool = False) -> LaneRows:  # fmt: skip
     """The rows that a GEMV on `format` in `layout` reads (Triton), in `out` where it is given (`lane_rows`).
 
     `clear`: words of the launch that follows. `pdl`: start while the kernel before still runs, and let the next one do
@@ -62,16 +54,9 @@ def quantize_lanes(
     return out
 
 
-def quantize_lanes_ref(
-    x: Float[Tensor, "R Kd"],
-    format: str,
-    *,
-    layout: str = "raw",
-    lanes: Lanes | None = None,
-    out: LaneRows | None = None,
-    clear: Words | None = None,
-    pdl: bool = False,
-) -> LaneRows:
+def quantize_lanes_ref(x: Float[Tensor, "R Kd"], format: str, *, layout: str = "raw", lanes: Lanes | None = None,
+                       out: LaneRows | None = None, clear: Words | None = None,
+                       pdl: bool = False) -> LaneRows:  # fmt: skip
     """The same in torch, bit for bit; the padding, which the kernel leaves as it was, is 0."""
     form = form_of("quantize_lanes", format, layout)
     made = to_lanes(quantize_q8_1_ref(x), form, lanes)
@@ -95,15 +80,8 @@ def _check_room(op: str, x: Tensor, form: str, lanes: Lanes | None, out: LaneRow
     return out
 
 
-def lane_rows(
-    op: str,
-    shape: Sequence[int],
-    form: str,
-    lanes: Lanes | None,
-    device: torch.device,
-    empty: Empty = fresh,
-    name: str = "rows",
-) -> LaneRows:
+def lane_rows(op: str, shape: Sequence[int], form: str, lanes: Lanes | None, device: torch.device, empty: Empty = fresh,
+              name: str = "rows") -> LaneRows:  # fmt: skip
     """Room for rows of `shape` [R, Kd], from `empty` as name.codes, name.scale, name.total."""
     rows, kd = shape
     gemv_row_bytes(format_of(form), kd)

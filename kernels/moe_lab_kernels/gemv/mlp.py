@@ -21,22 +21,32 @@ from typing import Any
 
 import torch
 
-from moe_lab._types import Float, Int32, Tensor, UInt8
+from moe_lab._types import Float, Int32, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect, signature
-from moe_lab_kernels.gemv.body import let_the_next_kernel_start, wait_for_the_kernel_before
-from moe_lab_kernels.gemv.decode_ref import lanes_of
-from moe_lab_kernels.gemv.forms import form_of, format_of, is_planar, values_of
+from moe_lab_kernels.gemv.forms import form_of, is_planar, values_of
 from moe_lab_kernels.gemv.gemv import MAX_CHUNK_ROWS, check_weight, chunk_tile, gemv_ref
-from moe_lab_kernels.gemv.hand_over import HIDDEN_ROWS, await_hidden, hide, places, product_of, scratch, stored
+from moe_lab_kernels.gemv.hand_over import (
+    HIDDEN_ROWS,
+    await_hidden,
+    hide,
+    places,
+    product_of,
+    scratch,
+    stored,
+    work_of,
+)
 from moe_lab_kernels.gemv.lane_rows import code_bytes, lane_rows, quantize_lanes, quantize_lanes_ref
-from moe_lab_kernels.gemv.mlp_call import check_call, one_by_one, programs_of
+from moe_lab_kernels.gemv.mlp_call import Experts, check_call, limit_in, one_by_one, programs_of
 from moe_lab_kernels.gemv.q8_rows import Empty, Words, fresh
-from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, down_tile_for, tile_for
-from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER, OAI_ALPHA, limit_of
-from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor, is_pointers, operand, slot_base
+from moe_lab_kernels.gemv.ref import lanes_of
+from moe_lab_kernels.gemv.tiles import TILE_INTERPRETER, Tile, tiles_of_layer
+from moe_lab_kernels.primitives import let_the_next_kernel_start, wait_for_the_kernel_before
+from moe_lab_kernels.rows.activation import GELU_CUBE, GELU_INNER
+from moe_lab_kernels.rows.hidden import SILU, Gate
+from moe_lab_kernels.slots.pointer_table import as_tensor, is_pointers, operand, slot_base
 from moe_lab_kernels.storage.planar_layout import rows_in
 
 POINTERS = ["codes", "scale", "total", "row_of", "out_row", "chunks", "gate", "up", "down", "handed", "y"]
@@ -60,17 +70,7 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, hand
     # hidden values that are activated together
     BLOCK: tl.constexpr = max(ROWS, 32)  # pyright: ignore[reportAssignmentType]
     tiles, down_tiles = tl.cdiv(F, ROWS), tl.cdiv(D, DOWN_ROWS)
-    pid = tl.program_id(0)
-    is_down = pid >= n_chunks * tiles * 2
-    if is_down:
-        pid -= n_chunks * tiles * 2
-        chunk, tile = pid // down_tiles, pid % down_tiles
-    else:
-        chunk, tile = pid // (2 * tiles), pid % (2 * tiles)
-    slot = tl.load(chunks + 3 * chunk)
-    first, n = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
-    if (slot < 0) | (slot >= n_slots):
-        n = 0
+    is_down, chunk, tile, slot, first, n = work_of(chunks, n_chunks, n_slots, tiles, down_tiles)
     if n > 0:
         if is_down:
             w = slot_base(down, slot, down_slot, TABLE)
@@ -80,7 +80,7 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, hand
             await_hidden(handed + chunk, tl.cdiv(F, BLOCK))
             chunk_tile(h, h_scale, h_total, row_of, out_row, w, y, tile, first, n, D, h_blocks, n_pairs, n_pairs,
                        h_stride, h_groups, h_groups, down_row, y_stride, NEXT, NEXT_LANES, NEXT_PER_BLOCK,
-                       NEXT_VALUES, 1, False, True, DOWN_SHARED, DOWN_ROWS, DOWN_SUMS, NATIVE)  # fmt: skip
+                       NEXT_VALUES, 1, False, True, DOWN_SHARED, DOWN_ROWS, DOWN_SUMS, WARPS, NATIVE)  # fmt: skip
         else:
             w, row_stride = slot_base(gate, slot, gate_slot, TABLE), gate_row
             if tile % 2 == 1:
@@ -92,7 +92,7 @@ def _gemv_mlp(codes, scale, total, row_of, out_row, chunks, gate, up, down, hand
             let_the_next_kernel_start(PDL)
             chunk_tile(codes, scale, total, row_of, out_row, w, to, tile, first, n, F, x_blocks, n_x, n_pairs,
                        codes_stride, scale_stride, scale_stride, row_stride, F, FORMAT, LANES, PER_BLOCK, VALUES, 1,
-                       True, False, SHARED, ROWS, SUMS, NATIVE)  # fmt: skip
+                       True, False, SHARED, ROWS, SUMS, WARPS, NATIVE)  # fmt: skip
             if last:  # of those that make a block of hidden values
                 # here and not above: over the product these would be registers too many
                 gates, ups, h, h_scale, h_total, h_sums = places(handed, n_chunks, n_pairs, F, h_stride, h_groups)
@@ -107,54 +107,35 @@ _RIGHT: dict[tuple[Any, ...], tuple[int, int, int]] = {}
 MOST_REMEMBERED = 1024
 
 
-def gemv_mlp(
-    x: Float[Tensor, "R D"],
-    row_of: Int32[Tensor, " P"],
-    gate: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    up: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    down: UInt8[Tensor, "S down_rows down_bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    down_format: str,
-    y: Float[Tensor, "Y D"],
-    out_row: Int32[Tensor, " P"],
-    *,
-    gelu: bool = False,
-    limit: float | None = None,
-    limit_mode: str = "before",
-    alpha: float = OAI_ALPHA,
-    store: torch.dtype = torch.bfloat16,
-    max_rows: int = MAX_CHUNK_ROWS,
-    layout: str = "raw",
-    tile: Tile | None = None,
-    down_tile: Tile | None = None,
-    pdl: bool = True,
-    empty: Empty = fresh,
-) -> Tensor:
+def gemv_mlp(x: Float[Tensor, "R D"], row_of: Int32[Tensor, " P"], w: Experts, chunks: Int32[Tensor, "C 3"],
+             y: Float[Tensor, "Y D"], out_row: Int32[Tensor, " P"], *, how: Gate = SILU,
+             store: torch.dtype = torch.bfloat16, max_rows: int = MAX_CHUNK_ROWS, layout: str = "raw",
+             tile: Tile | None = None, down_tile: Tile | None = None, pdl: bool = True,
+             empty: Empty = fresh) -> Tensor:  # fmt: skip
     """Write y[out_row[p]], the down row of every pair of every chunk (Triton).
 
-    format: of gate and up; down_format: of down. row_of, chunks, max_rows: as in `gemv`. gelu, limit, limit_mode,
-    alpha: as in `activation`. `store`: the dtype through which gate, up and h pass; down rows pass through y's.
+    w: gate, up and down as `gemv` takes them in `layout`. row_of, chunks, max_rows: as in `gemv`. how: what is made of
+    gate and up, without a weight. `store`: the dtype through which gate, up and h pass; down rows pass through y's.
     `pdl`: start while the kernel before still runs, where the GPU can. `empty` gives scratch (x.*, handed).
     Returns y. LabError when shapes, strides, devices or formats disagree.
     """
     op = "gemv_mlp"
-    mode = limit_of(op, limit, limit_mode, gelu=gelu)
-    form, down_form = form_of(op, format, layout), form_of(op, down_format, layout)
-    given = (x, row_of, gate, up, down, chunks, form, down_form, y, out_row, store)
+    mode = limit_in(op, how)
+    form, down_form = form_of(op, w.format, layout), form_of(op, w.down_format, layout)
+    given = (x, row_of, *w.weights, chunks, form, down_form, y, out_row, store)
     asked = tuple(v if isinstance(v, str | torch.dtype) else signature(v) for v in given)
     if asked not in _RIGHT:  # a decode step asks the same again and again: the checks took 0.1 ms of the host's time
         if len(_RIGHT) >= MOST_REMEMBERED:
             _RIGHT.clear()
-        _RIGHT[asked] = _check(op, *given)
+        _RIGHT[asked] = _check(op, x, row_of, w, chunks, y, out_row, store, layout)
     p, f, d = _RIGHT[asked]
-    named = {"x": x, "row_of": row_of, "gate": operand(gate), "up": operand(up), "down": operand(down)}
-    on = backend.serve(op, **named, chunks=chunks, y=y, out_row=out_row)
+    gate, up, down = map(operand, w.weights)
+    on = backend.serve(op, x=x, row_of=row_of, gate=gate, up=up, down=down, chunks=chunks, y=y, out_row=out_row)
     pdl = pdl and backend.has_early_start(x.device)
-    tile = tile or (TILE_INTERPRETER if on == "interpreter" else tile_for(form, max_rows))
-    down_tile = down_tile or (
-        TILE_INTERPRETER if on == "interpreter" else down_tile_for(down_form, max_rows, len(chunks), d)
-    )
+    usual = (TILE_INTERPRETER, TILE_INTERPRETER)
+    if on != "interpreter":
+        usual = tiles_of_layer(form, down_form, max_rows, len(chunks), f, d)
+    tile, down_tile = tile or usual[0], down_tile or usual[1]
     if tile.warps != down_tile.warps:
         raise LabError(f"{op}: one launch has one number of warps, got {tile} and {down_tile}.")
     # at least the weight rows that lie side by side on a warp
@@ -170,19 +151,28 @@ def gemv_mlp(
     own = scratch(c, p, f, code_bytes(down_form, f, h_lanes))
     handed = empty("handed", (own.words,), torch.int32, device)
     room = lane_rows(op, x.shape, form, None, device, empty, "x")
-    xq = quantize_lanes(x, format, layout=layout, out=room, clear=Words(handed, own.cleared), pdl=pdl)
-    strides = [step for w in (gate, up, down) for step in as_tensor(w).stride()[:2]]
+    xq = quantize_lanes(x, w.format, layout=layout, out=room, clear=Words(handed, own.cleared), pdl=pdl)
+    strides = [step for t in w.weights for step in as_tensor(t).stride()[:2]]
     backend.launch(
         _gemv_mlp,
         (programs,),
-        *(*xq[:3], row_of, out_row, chunks, *map(operand, (gate, up, down)), handed, y),
-        *(f, d, d // values, f // next_values, c, len(gate), len(x), p, 0.0 if limit is None else limit, alpha),
+        *(*xq[:3], row_of, out_row, chunks, gate, up, down, handed, y),
+        *(f, d, d // values, f // next_values, c, len(w.gate), len(x), p, how.limit or 0.0, how.alpha),
         *(xq.codes.stride(0), xq.scale.stride(0), *strides),
         *(own.row_bytes, own.groups, y.stride(0)),
         *(form, *xq.lanes, values, down_form, *h_lanes, next_values, stored(store)),
-        *(GELU_INNER, GELU_CUBE, gelu, mode, min(max_rows, tile.shared), min(max_rows, HIDDEN_ROWS), rows, tile.sums),
+        *(
+            GELU_INNER,
+            GELU_CUBE,
+            how.gelu,
+            mode,
+            min(max_rows, tile.shared),
+            min(max_rows, HIDDEN_ROWS),
+            rows,
+            tile.sums,
+        ),
         *(min(max_rows, down_tile.shared), down_rows, down_tile.sums),
-        *(tile.warps, is_pointers(gate), backend.has_dp4a(on), pdl and on == "cuda"),
+        *(tile.warps, is_pointers(w.gate), backend.has_dp4a(on), pdl and on == "cuda"),
         device=device,
         num_warps=tile.warps,
         maxnreg=max(tile.registers or 255, down_tile.registers or 255) if on == "cuda" else None,
@@ -191,46 +181,25 @@ def gemv_mlp(
     return y
 
 
-def gemv_mlp_ref(
-    x: Float[Tensor, "R D"],
-    row_of: Int32[Tensor, " P"],
-    gate: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    up: UInt8[Tensor, "S rows bytes"] | PointerTable,
-    down: UInt8[Tensor, "S down_rows down_bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    down_format: str,
-    y: Float[Tensor, "Y D"],
-    out_row: Int32[Tensor, " P"],
-    *,
-    gelu: bool = False,
-    limit: float | None = None,
-    limit_mode: str = "before",
-    alpha: float = OAI_ALPHA,
-    store: torch.dtype = torch.bfloat16,
-    max_rows: int = MAX_CHUNK_ROWS,
-    layout: str = "raw",
-    tile: Tile | None = None,
-    down_tile: Tile | None = None,
-    pdl: bool = True,
-    empty: Empty = fresh,
-) -> Tensor:
+def gemv_mlp_ref(x: Float[Tensor, "R D"], row_of: Int32[Tensor, " P"], w: Experts, chunks: Int32[Tensor, "C 3"],
+                 y: Float[Tensor, "Y D"], out_row: Int32[Tensor, " P"], *, how: Gate = SILU,
+                 store: torch.dtype = torch.bfloat16, max_rows: int = MAX_CHUNK_ROWS, layout: str = "raw",
+                 tile: Tile | None = None, down_tile: Tile | None = None, pdl: bool = True,
+                 empty: Empty = fresh) -> Tensor:  # fmt: skip
     """The same in torch; like `activation`'s, it meets the kernel within fp32's `exp`, not bit for bit."""
     op = "gemv_mlp"
-    form, down_form = form_of(op, format, layout), form_of(op, down_format, layout)
-    _, f, _ = _check(op, x, row_of, gate, up, down, chunks, form, down_form, y, out_row, store)
-    how = {"gelu": gelu, "limit": limit, "limit_mode": limit_mode, "alpha": alpha, "store": store, "max_rows": max_rows}
+    _, f, _ = _check(op, x, row_of, w, chunks, y, out_row, store, layout)
     quantise, product = partial(quantize_lanes_ref, layout=layout), partial(gemv_ref, layout=layout)
-    weights, formats = (gate, up, down), (format, down_format)
-    return one_by_one(op, quantise, product, x, row_of, weights, chunks, formats, y, out_row, f=f, **how)
+    return one_by_one(op, quantise, product, x, row_of, w, chunks, y, out_row, f, how, store, max_rows)
 
 
-def _check(op: str, x: Tensor, row_of: Tensor, gate: Weights, up: Weights, down: Weights, chunks: Tensor, form: str,
-           down_form: str, y: Tensor, out_row: Tensor, store: torch.dtype) -> tuple[int, int, int]:  # fmt: skip
+def _check(op: str, x: Tensor, row_of: Tensor, w: Experts, chunks: Tensor, y: Tensor, out_row: Tensor,
+           store: torch.dtype, layout: str) -> tuple[int, int, int]:  # fmt: skip
     """P, F, D, once everything that shapes, dtypes and strides can tell holds."""
     expect(op, "x", x, FLOATS, ["R", "D"])
-    d = x.shape[1]
-    f = rows_in(op, format_of(form), gate.shape[-1], d) if is_planar(form) else gate.shape[1]
-    for name, w, own, n, kd in (("gate", gate, form, f, d), ("up", up, form, f, d), ("down", down, down_form, d, f)):
-        check_weight(op, name, w, own, n, kd)
-    return check_call(op, x, row_of, (gate, up, down), chunks, y, out_row, f, store)
+    form, down_form, d = form_of(op, w.format, layout), form_of(op, w.down_format, layout), x.shape[1]
+    f = rows_in(op, w.format, w.gate.shape[-1], d) if is_planar(form) else w.gate.shape[1]
+    sides = (("gate", w.gate, form, f, d), ("up", w.up, form, f, d), ("down", w.down, down_form, d, f))
+    for name, weight, own, n, kd in sides:
+        check_weight(op, name, weight, own, n, kd)
+    return check_call(op, x, row_of, w, chunks, y, out_row, f, store)

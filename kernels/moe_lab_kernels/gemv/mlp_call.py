@@ -1,7 +1,7 @@
-"""What the one-grid launches (`mlp`, `tiled_mlp`) share on the host: checks of a call, its scratch, its reference."""
+"""What the one-grid launches (`mlp`, `tiled.mlp`) share on the host: checks of a call, its scratch, its reference."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,15 +9,37 @@ from moe_lab._types import Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels.checks import FLOATS, expect, expect_contiguous, expect_rows
 from moe_lab_kernels.gemv.hand_over import GROUP
-from moe_lab_kernels.rows import activation
-from moe_lab_kernels.rows.activation import limit_of
+from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows_ref
 from moe_lab_kernels.slots.pointer_table import Weights, is_pointers
 
 Product = Callable[..., Tensor]
 
 
+class Experts(NamedTuple):
+    """Gate and up [S, F, D] in one format, down [S, D, F] in another, as tensors or tables of addresses."""
+
+    gate: Weights
+    up: Weights
+    down: Weights
+    format: str
+    down_format: str
+
+    @property
+    def weights(self) -> tuple[Weights, Weights, Weights]:
+        """The three."""
+        return self.gate, self.up, self.down
+
+
+def limit_in(op: str, how: Gate) -> str:
+    """The kernels' LIMIT. LabError for a limit or mode that `activation` does not have, and for a weight on hidden
+    rows, which these kernels do not put on."""
+    if how.weight is not None:
+        raise LabError(f"{op} puts no weight on hidden rows; gemv_float_gated does.")
+    return check_gate(op, how, 0)
+
+
 def check_call(
-    op: str, x: Tensor, row_of: Tensor, weights: Sequence[Weights], chunks: Tensor, y: Tensor, out_row: Tensor, f: int,
+    op: str, x: Tensor, row_of: Tensor, w: Experts, chunks: Tensor, y: Tensor, out_row: Tensor, f: int,
     store: torch.dtype,
 ) -> tuple[int, int, int]:  # fmt: skip
     """P, F, D, once everything holds that shapes, dtypes and strides tell of a call whose weights give F values."""
@@ -30,10 +52,10 @@ def check_call(
         raise LabError(f"{op}: store must be float32, float16 or bfloat16, got {store}.")
     if f % GROUP:
         raise LabError(f"{op}: hidden rows are quantised in groups of {GROUP} values, got F={f}.")
-    if len({is_pointers(w) for w in weights}) > 1:
+    if len({is_pointers(t) for t in w.weights}) > 1:
         raise LabError(f"{op}: gate, up and down are all tensors or all tables of addresses, got some of each.")
-    if len({len(w) for w in weights}) > 1:
-        raise LabError(f"{op}: gate, up and down have as many slots, got {[len(w) for w in weights]}.")
+    if len({len(t) for t in w.weights}) > 1:
+        raise LabError(f"{op}: gate, up and down have as many slots, got {[len(t) for t in w.weights]}.")
     for name, t in (("row_of", row_of), ("out_row", out_row), ("chunks", chunks)):
         expect_contiguous(op, name, t)
     expect_rows(op, "y", y)
@@ -51,33 +73,13 @@ def programs_of(op: str, chunks: int, of_f: int, of_d: int) -> int:
 
 
 def one_by_one(
-    op: str,
-    quantise: Callable[[Tensor, str], Any],
-    product: Product,
-    x: Tensor,
-    row_of: Tensor,
-    weights: Sequence[Weights],
-    chunks: Tensor,
-    formats: tuple[str, str],
-    y: Tensor,
-    out_row: Tensor,
-    *,
-    f: int,
-    gelu: bool,
-    limit: float | None,
-    limit_mode: str,
-    alpha: float,
-    store: torch.dtype,
-    max_rows: int,
-) -> Tensor:
+    op: str, quantise: Callable[[Tensor, str], Any], product: Product, x: Tensor, row_of: Tensor, w: Experts,
+    chunks: Tensor, y: Tensor, out_row: Tensor, f: int, how: Gate, store: torch.dtype, max_rows: int,
+) -> Tensor:  # fmt: skip
     """y of a call by the references of its steps, one after another; F hidden values."""
-    limit_of(op, limit, limit_mode, gelu=gelu)
-    gate, up, down = weights
+    limit_in(op, how)
     g = torch.zeros(len(row_of), f, dtype=store, device=x.device)
     u, own = g.clone(), torch.arange(len(row_of), dtype=torch.int32, device=x.device)
-    product(quantise(x, formats[0]), row_of, gate, chunks, formats[0], g, w2=up, out2=u, max_rows=max_rows)
-    if gelu:
-        h = activation.geglu_ref(g, u, limit=limit, limit_mode=limit_mode)
-    else:
-        h = activation.swiglu_ref(g, u, limit=limit, limit_mode=limit_mode, alpha=alpha)
-    return product(quantise(h, formats[1]), own, down, chunks, formats[1], y, out_row=out_row, max_rows=max_rows)
+    product(quantise(x, w.format), row_of, w.gate, chunks, w.format, g, w2=w.up, out2=u, max_rows=max_rows)
+    h = quantise(hidden_rows_ref(g, u, how), w.down_format)
+    return product(h, own, w.down, chunks, w.down_format, y, out_row=out_row, max_rows=max_rows)

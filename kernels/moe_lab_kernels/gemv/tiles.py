@@ -3,15 +3,16 @@
 from dataclasses import dataclass, replace
 
 from moe_lab.errors import LabError
-from moe_lab_kernels.gemv.decode_ref import Lanes
 from moe_lab_kernels.gemv.forms import is_planar
+from moe_lab_kernels.gemv.ref import Lanes
 
 # Rows of a chunk that may share decoded codes. Of 8, a lane would need 255 registers, or strips so thin that each row's
 # own work (1.7 instructions a weight) passes that of a row alone (1.6).
 MAX_SHARED = 4
 
 
-def _powers_of_two(name: str, **values: tuple[int, int]) -> None:
+def check_powers_of_two(name: str, **values: tuple[int, int]) -> None:
+    """LabError unless each field's (value, least) is a power of two, at least that."""
     for field, (value, least) in values.items():
         if value < least or value & (value - 1):
             raise LabError(f"{name}.{field} is {value}; it must be a power of two, at least {least}.")
@@ -24,7 +25,7 @@ class Tile:
 
     rows: weight rows a program takes; warps: that it runs with; sums: most fp32 accumulators a lane may hold where 32
     lanes walk a row, so n rows of a chunk walk the tile in strips of sums / n weight rows; registers: a thread's cap,
-    or None; lanes: how a row is walked, or None for `decode_ref.lanes_of`; shared: rows of a chunk that share decoded
+    or None; lanes: how a row is walked, or None for `ref.lanes_of`; shared: rows of a chunk that share decoded
     codes (1, 2 or 4).
     """
 
@@ -36,7 +37,7 @@ class Tile:
     shared: int = MAX_SHARED
 
     def __post_init__(self) -> None:
-        _powers_of_two("Tile", rows=(self.rows, 1), shared=(self.shared, 1), sums=(self.sums, self.shared))
+        check_powers_of_two("Tile", rows=(self.rows, 1), shared=(self.shared, 1), sums=(self.sums, self.shared))
         if self.shared > MAX_SHARED:
             raise LabError(f"Tile.shared is {self.shared}; at most {MAX_SHARED} rows share decoded codes.")
 
@@ -55,8 +56,8 @@ TILE_ONE = Tile(8, registers=128)
 # Of s8 c4 the code alone is 53 KB (three sizes of program) and a third of the stalls were waits for instructions; 96
 # registers let 20 warps onto a multiprocessor instead of 16. More rows a program (16, 32) lost.
 TILE_MANY = Tile(8, sums=4, registers=96, shared=2)
-# At 96 these spill, q5_k at 128 too.
-TILES_MANY = {f: Tile(8, sums=4, registers=cap, shared=2) for f, cap in (("q3_k", 112), ("q4_k", 112), ("q5_k", 136))}
+# At 96 these spill, q5_k at 128 and, with fp32 rows and slots found by address, at 136 too.
+TILES_MANY = {f: Tile(8, sums=4, registers=cap, shared=2) for f, cap in (("q3_k", 112), ("q4_k", 112), ("q5_k", 144))}
 # q8_0, whose code is short: 70.6 / 38.7 against 74.9 / 42.1 in the tile above.
 TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
 # Planes, whole layers in one grid at T = 8, us: q2_k+q3_k | q4_k+q6_k | q8_0 | mxfp4 of qwen3, then mixtral, deepseek
@@ -65,14 +66,16 @@ TILE_MANY_BYTES = Tile(8, sums=8, registers=128)
 #   s8 r144 c4                  52.5 | 61.1 | 77.7 | -, 259 | 271 | 391 | -
 #   s4 r128 c2                  50.6 | 56.4 | 77.7 | -, 259 | 302 | 473 | -
 TILE_MANY_PLANAR = Tile(8, sums=8, registers=128, shared=2)
-# In that one q4_k, q5_k and q4_0 spill 8 to 16 bytes, whatever the cap, and q3_k beside q3_k at 128 alone.
+# In that one q4_k, q5_k and q4_0 spill 8 to 16 bytes, whatever the cap, and q3_k beside q3_k at 104, 112,
+# 120 or 128, clamped or not, in an arena or by address: it wants 136.
 TILES_PLANAR = {
-    "planar q3_k": Tile(8, sums=8, registers=120, shared=2),
+    "planar q3_k": Tile(8, sums=8, registers=136, shared=2),
     "planar q4_k": Tile(4, sums=8, registers=136, shared=2),
     **{f"planar {f}": Tile(4, sums=8, registers=128, shared=2) for f in ("q5_k", "q4_0")},
 }
-# Down's programs in the one grid, whose cap is the larger of two: q4_k beside q4_k spills below 136.
-DOWN_CAPS = {"q4_k": 136}
+# Down's programs in the one grid, whose cap is the larger of two: q4_k beside q4_k spills below 136, q2_k beside q2_k
+# at 96 where slots are found by address, and clamped ones of an arena at 104; q3_k in planes beside q2_k keeps 128.
+DOWN_CAPS = {"q2_k": 112, "q4_k": 136, "planar q3_k": 128}
 # The interpreter pays for each operation of each program, so it takes the widest tile in one strip.
 TILE_INTERPRETER = Tile(256, sums=256 * MAX_SHARED)
 
@@ -101,35 +104,22 @@ def down_tile_for(form: str, max_rows: int, chunks: int, n: int) -> Tile:
     return tile
 
 
-@dataclass(frozen=True, slots=True)
-class TileCut:
-    """How a program of `gemv_tiled` is cut; nothing of it changes a bit.
-
-    tiles: of 16 weight rows that a program takes; warps: that it runs with, over which a row's parts are laid;
-    registers: a thread's cap, or None; shared: rows of a chunk that are multiplied at once (1, 2 or 4).
-    """
-
-    tiles: int = 1
-    warps: int = 4
-    registers: int | None = None
-    shared: int = 2
-
-    def __post_init__(self) -> None:
-        _powers_of_two("TileCut", tiles=(self.tiles, 1), warps=(self.warps, 1), shared=(self.shared, 1))
-        if self.shared > MAX_SHARED:
-            raise LabError(f"TileCut.shared is {self.shared}; at most {MAX_SHARED} rows are multiplied at once.")
+# Whole layers from planes in programs of so many warps of 8 rows, us at T = 1; last: four of 4 rows and 96 registers.
+#                       1      2      4      8   4 of 4 rows
+#   qwen3 q2_k+q3_k  13.7   13.9   13.8   13.4   14.1
+#   qwen3 mxfp4      15.6   16.0   16.3   15.3   16.2
+#   gpt-oss mxfp4    25.3   25.8   26.6   27.3   23.9
+#   qwen3 q4_k+q6_k  15.6   16.2   16.4   15.8   15.7; four of 8 rows at 160 registers 14.9
+FOUR_SHORT, FOUR_WIDE = Tile(16, warps=4, sums=32, registers=96), Tile(32, warps=4, sums=64, registers=160)
 
 
-# Formats whose step is short enough that a thread holds two tiles of it for two rows of a chunk.
-TWO_TILES = ("q2_k", "q4_k", "q8_0", "q4_0")
-
-
-def cut_for(on: str, format: str, max_rows: int, parts: int, n: int) -> TileCut:
-    """The measured cut of a GPU's programs, for chunks of at most `max_rows` rows and weight rows of so many parts:
-    four warps, over which parts are laid first, then tiles. In the interpreter, which pays for each operation of each
-    program, few large ones."""
-    if on != "cuda":
-        return TileCut(tiles=min(16, 1 << max(0, -(-n // 16) - 1).bit_length()), warps=1, shared=4)
-    if max_rows == 1:
-        return TileCut(4 // parts, registers=96, shared=1)
-    return TileCut(2 if parts == 4 and format in TWO_TILES else 4 // parts, registers=128)
+def tiles_of_layer(form: str, down_form: str, max_rows: int, chunks: int, f: int, d: int) -> tuple[Tile, Tile]:
+    """The cut of gate's and up's programs and of down's in one grid, where gate and up have F rows, down D. Two layers
+    of one token have a cut of their own, measured there alone: mxfp4 where gate and up take a wave and a half of
+    programs, q4_k with q6_k where they take one."""
+    programs, pair = 2 * chunks * -(-f // TILE_ONE.rows), (form, down_form)
+    if max_rows == 1 and pair == ("planar mxfp4", "planar mxfp4") and PLACES < programs <= PLACES * 3 // 2:
+        return FOUR_SHORT, FOUR_SHORT
+    if max_rows == 1 and pair == ("planar q4_k", "planar q6_k") and programs <= PLACES:
+        return FOUR_WIDE, FOUR_WIDE
+    return tile_for(form, max_rows), down_tile_for(down_form, max_rows, chunks, d)

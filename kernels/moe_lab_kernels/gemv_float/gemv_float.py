@@ -170,16 +170,8 @@ def _gemv_float(x, x_scale, row_of, out_row, pair_weight, chunks, bias_of, w, w_
                                NATIVE)  # fmt: skip
 
 
-def gemv_float(
-    rows: Rows,
-    pairs: Pairs,
-    w: Weight,
-    out: Tensor,
-    *,
-    bias: Bias | None = None,
-    tile: FloatTile | None = None,
-    early: Early = "",
-) -> Tensor:
+def gemv_float(rows: Rows, pairs: Pairs, w: Weight, out: Tensor, *, bias: Bias | None = None,
+               tile: FloatTile | None = None, early: Early = "") -> Tensor:  # fmt: skip
     """Write W @ x (+ bias) for every pair of every chunk (Triton), rounded once to out's dtype (fp32, fp16, bf16).
 
     out [P, N], or any number of rows where `pairs.to` says which. `early` (from compute capability 9.0 on): start while
@@ -191,19 +183,9 @@ def gemv_float(
     return _launch("gemv_float", rows, pairs, (w, w), out, (bias, bias), Gate(), "none", tile, gated=False, early=early)
 
 
-def gemv_float_gated(
-    rows: Rows,
-    pairs: Pairs,
-    gate: Weight,
-    up: Weight,
-    out: Tensor,
-    *,
-    how: Gate = PLAIN_GATE,
-    gate_bias: Bias | None = None,
-    up_bias: Bias | None = None,
-    tile: FloatTile | None = None,
-    early: Early = "",
-) -> Tensor:
+def gemv_float_gated(rows: Rows, pairs: Pairs, gate: Weight, up: Weight, out: Tensor, *, how: Gate = PLAIN_GATE,
+                     gate_bias: Bias | None = None, up_bias: Bias | None = None, tile: FloatTile | None = None,
+                     early: Early = "") -> Tensor:  # fmt: skip
     """Write the hidden row h [P, F] of every pair of every chunk (Triton); gate and up pass through out's dtype.
 
     gate and up of one format, shape and strides, biases likewise. As `gemv_float`.
@@ -214,16 +196,8 @@ def gemv_float_gated(
     return _launch("gemv_float_gated", rows, pairs, (gate, up), out, both, how, mode, tile, gated=True, early=early)
 
 
-def gemv_float_ref(
-    rows: Rows,
-    pairs: Pairs,
-    w: Weight,
-    out: Tensor,
-    *,
-    bias: Bias | None = None,
-    tile: FloatTile | None = None,
-    early: Early = "",
-) -> Tensor:
+def gemv_float_ref(rows: Rows, pairs: Pairs, w: Weight, out: Tensor, *, bias: Bias | None = None,
+                   tile: FloatTile | None = None, early: Early = "") -> Tensor:  # fmt: skip
     """The same in torch, bit for bit; `tile` means nothing here. Slow: for tests."""
     check_call("gemv_float", rows, pairs, w, out, bias)
     for p, sums in _sums_ref(rows, pairs, w, bias):
@@ -231,19 +205,9 @@ def gemv_float_ref(
     return out
 
 
-def gemv_float_gated_ref(
-    rows: Rows,
-    pairs: Pairs,
-    gate: Weight,
-    up: Weight,
-    out: Tensor,
-    *,
-    how: Gate = PLAIN_GATE,
-    gate_bias: Bias | None = None,
-    up_bias: Bias | None = None,
-    tile: FloatTile | None = None,
-    early: Early = "",
-) -> Tensor:
+def gemv_float_gated_ref(rows: Rows, pairs: Pairs, gate: Weight, up: Weight, out: Tensor, *, how: Gate = PLAIN_GATE,
+                         gate_bias: Bias | None = None, up_bias: Bias | None = None, tile: FloatTile | None = None,
+                         early: Early = "") -> Tensor:  # fmt: skip
     """The same in torch; like `activation`'s, it meets the kernel within fp32's `exp`, not bit for bit."""
     check_gated("gemv_float_gated", gate, up, (gate_bias, up_bias), how, len(pairs.row_of))
     check_call("gemv_float_gated", rows, pairs, gate, out, gate_bias)
@@ -287,6 +251,7 @@ def _launch(op: str, rows: Rows, pairs: Pairs, weights: tuple[Weight, Weight], o
         "out": out,
     }
     more = {"weight": how.weight, "bias.row_of": of_bias, **{f"part {i}": t for i, t in enumerate(matrices)}}
+    more |= {name: None if b is None else b.values for name, b in (("bias", bias), ("second bias", bias2))}
     on = backend.serve(op, **named, **more)
     early = early if on == "cuda" and backend.has_early_start(out.device) else ""
     n, layout = w.data.shape[1], LAYOUTS.get(w.format)

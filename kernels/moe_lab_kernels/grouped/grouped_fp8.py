@@ -14,6 +14,7 @@ references take each chain in float64 and round it once. Knows nothing about rou
 """
 # pyright: reportGeneralTypeIssues=false
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect, expect_rows
+from moe_lab_kernels.grouped.asked import SILU, Asked, BothBiases, gate_up_of, product_of
 from moe_lab_kernels.grouped.body import (
     biased,
     either,
@@ -34,30 +36,19 @@ from moe_lab_kernels.grouped.body import (
     sent,
     weight_rows,
 )
-from moe_lab_kernels.grouped.launching import (
-    Biases,
-    Part,
-    ends,
-    named,
-    of_part,
-    parts,
-    places,
-    programs,
-    with_bias,
-)
-from moe_lab_kernels.grouped.operands import Scatter, Weight, check_alike, check_biases, check_pairs, check_weight
+from moe_lab_kernels.grouped.launching import Part, programs
+from moe_lab_kernels.grouped.operands import Scatter, Weight, check_pairs, check_weight
 from moe_lab_kernels.grouped.sides import FROM_TOKENS, sides
 from moe_lab_kernels.grouped.tiles import FP8_APART_FROM, Tile, WorkList, fp8_tile_for
 from moe_lab_kernels.launch.table import cut
 from moe_lab_kernels.primitives import INTERPRET, fma, fma_ref, offset64, round_to, to_f32
 from moe_lab_kernels.rows.arithmetic import LAYOUTS
-from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows_ref
+from moe_lab_kernels.rows.hidden import Gate
 from moe_lab_kernels.rows.quantize_fp8 import fp8_codes, quantize_fp8_ref
 from moe_lab_kernels.storage.minifloat import e4m3_to_f32, e4m3_values
 
 GROUP = 128
 _GROUP = tl.constexpr(GROUP)
-SILU = Gate()
 
 
 def quantise_apart(tokens: int) -> bool:
@@ -172,19 +163,9 @@ def _grouped_fp8(x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, 
                TOKENS, TOGETHER)  # fmt: skip
 
 
-def fp8_gate_up(
-    x: Fp8Rows,
-    row_of: Int32[Tensor, " P"] | None,
-    gate: Weight,
-    up: Weight,
-    work: WorkList,
-    h: Tensor | Fp8Rows,
-    *,
-    how: Gate = SILU,
-    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
-    stored: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-) -> Tensor | Fp8Rows:
+def fp8_gate_up(x: Fp8Rows, row_of: Int32[Tensor, " P"] | None, gate: Weight, up: Weight, work: WorkList,
+                h: Tensor | Fp8Rows, *, how: Gate = SILU, biases: BothBiases | None = None,
+                stored: torch.dtype = torch.bfloat16, tile: Tile | None = None) -> Tensor | Fp8Rows:  # fmt: skip
     """Write act(gate row) * up row for every pair of the work list (Triton) and return `h`.
 
     `h`: floats [P, N], or `Fp8Rows` (codes [P, N up to a multiple of 128]): then gate, up and their product are rounded
@@ -192,125 +173,71 @@ def fp8_gate_up(
     `grouped_gate_up`. `tile.rows`: of each of the two matrices. LabError for shapes, strides, devices or formats that
     disagree.
     """
-    mode = _check_gate_up(x, row_of, gate, up, work, h, how, biases)
-    _launch("fp8_gate_up", x, row_of, (gate, up), work, h, None, tile, biases or (), how, mode, stored)
+    _launch(gate_up_of("fp8_gate_up", x, row_of, gate, up, work, h, how, biases), tile, stored)
     return h
 
 
-def fp8_product(
-    x: Fp8Rows,
-    row_of: Int32[Tensor, " P"] | None,
-    w: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    to: Scatter | None = None,
-    bias: Float[Tensor, "X N"] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def fp8_product(x: Fp8Rows, row_of: Int32[Tensor, " P"] | None, w: Weight, work: WorkList, out: Tensor, *,
+                to: Scatter | None = None, bias: Float[Tensor, "X N"] | None = None,
+                tile: Tile | None = None) -> Tensor:  # fmt: skip
     """Write W @ x[row_of[p]] (+ bias) for every pair of the work list (Triton), rounded once to out's dtype, to row p
     of out or where `to` says (as `grouped_product`)."""
-    biases = _check_product(x, row_of, w, work, out, to, bias)
-    _launch("fp8_product", x, row_of, (w, w), work, out, to, tile, biases, None, "none", torch.bfloat16)
+    _launch(product_of("fp8_product", x, row_of, w, work, out, to, bias), tile, torch.bfloat16)
     return out
 
 
-def fp8_gate_up_ref(
-    x: Fp8Rows,
-    row_of: Int32[Tensor, " P"] | None,
-    gate: Weight,
-    up: Weight,
-    work: WorkList,
-    h: Tensor | Fp8Rows,
-    *,
-    how: Gate = SILU,
-    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
-    stored: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-) -> Tensor | Fp8Rows:
+def fp8_gate_up_ref(x: Fp8Rows, row_of: Int32[Tensor, " P"] | None, gate: Weight, up: Weight, work: WorkList,
+                    h: Tensor | Fp8Rows, *, how: Gate = SILU, biases: BothBiases | None = None,
+                    stored: torch.dtype = torch.bfloat16, tile: Tile | None = None) -> Tensor | Fp8Rows:  # fmt: skip
     """The same in torch."""
-    _check_gate_up(x, row_of, gate, up, work, h, how, biases)
-    values, dtype = _values(x, gate), stored if isinstance(h, Fp8Rows) else h.dtype
-    for part in parts(row_of, len(values), work, len(gate.data), _pairs(h, None)):
-        sums = (_rows_ref(values, x, part, w) for w in (gate, up))
-        g, u = (with_bias(s, biases or (), i, part).to(dtype) for i, s in enumerate(sums))
-        value = hidden_rows_ref(g, u, of_part(how, part))
-        if isinstance(h, Fp8Rows):
-            padded = torch.nn.functional.pad(value, (0, h.codes.shape[1] - value.shape[1]))
-            h.codes[part.pairs], h.scale[part.pairs] = quantize_fp8_ref(padded)
-        else:
-            h[part.pairs] = value
+    asked = gate_up_of("fp8_gate_up", x, row_of, gate, up, work, h, how, biases)
+    _checked(asked)
+    if not isinstance(h, Fp8Rows):
+        return asked.write_ref(h, len(x.codes), _multiply(asked))
+    for part, value in asked.results_ref(len(x.codes), stored, _multiply(asked)):
+        padded = torch.nn.functional.pad(value, (0, h.codes.shape[1] - value.shape[1]))
+        h.codes[part.pairs], h.scale[part.pairs] = quantize_fp8_ref(padded)
     return h
 
 
-def fp8_product_ref(
-    x: Fp8Rows,
-    row_of: Int32[Tensor, " P"] | None,
-    w: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    to: Scatter | None = None,
-    bias: Float[Tensor, "X N"] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def fp8_product_ref(x: Fp8Rows, row_of: Int32[Tensor, " P"] | None, w: Weight, work: WorkList, out: Tensor, *,
+                    to: Scatter | None = None, bias: Float[Tensor, "X N"] | None = None,
+                    tile: Tile | None = None) -> Tensor:  # fmt: skip
     """The same in torch."""
-    biases, values = _check_product(x, row_of, w, work, out, to, bias), _values(x, w)
-    for part in parts(row_of, len(values), work, len(w.data), _pairs(out, to)):
-        out[places(part, to)] = with_bias(_rows_ref(values, x, part, w), biases, 0, part).to(out.dtype)
-    return out
+    asked = product_of("fp8_product", x, row_of, w, work, out, to, bias)
+    _checked(asked)
+    return asked.write_ref(out, len(x.codes), _multiply(asked))
 
 
-def _values(x: Fp8Rows, w: Weight) -> Tensor:
-    return e4m3_values(x.codes.view(torch.uint8))[:, : w.kd]
+def _multiply(a: Asked[Fp8Rows, Tensor | Fp8Rows]) -> Callable[[Part, Weight], Tensor]:
+    """fp32 sums [n, N] of a part's rows: 128 after 128 values."""
+    values = e4m3_values(a.x.codes.view(torch.uint8))[:, : a.w.kd]
+
+    def multiply(part: Part, w: Weight) -> Tensor:
+        rows, scale = part.rows(values), part.rows(a.x.scale)
+        assert w.scales is not None
+        codes, steps = e4m3_values(w.data[part.slot]), w.scales[part.slot].float()
+        steps = steps.repeat_interleave(GROUP, 0)[: w.data.shape[1]]
+        acc = torch.zeros(len(rows), len(codes), device=rows.device)
+        for i in range(-(-w.kd // GROUP)):
+            span = slice(i * GROUP, (i + 1) * GROUP)
+            chain = (rows[:, span].double() @ codes[:, span].double().T).float()
+            acc = fma_ref(chain, steps[:, i] * scale[:, i, None], acc)
+        return acc
+
+    return multiply
 
 
-def _rows_ref(values: Tensor, x: Fp8Rows, part: Part, w: Weight) -> Tensor:
-    """fp32 [n, N]: 128 after 128 values."""
-    rows, scale = part.rows(values), part.rows(x.scale)
-    assert w.scales is not None
-    codes, steps = e4m3_values(w.data[part.slot]), w.scales[part.slot].float()
-    steps = steps.repeat_interleave(GROUP, 0)[: w.data.shape[1]]
-    acc = torch.zeros(len(rows), len(codes), device=rows.device)
-    for i in range(-(-w.kd // GROUP)):
-        span = slice(i * GROUP, (i + 1) * GROUP)
-        chain = (rows[:, span].double() @ codes[:, span].double().T).float()
-        acc = fma_ref(chain, steps[:, i] * scale[:, i, None], acc)
-    return acc
-
-
-def _pairs(out: Tensor | Fp8Rows, to: Scatter | None) -> int:
-    if to is not None:
-        return len(to.row)
-    return len(out.codes) if isinstance(out, Fp8Rows) else len(out)
-
-
-def _check_gate_up(x: Fp8Rows, row_of: Tensor | None, gate: Weight, up: Weight, work: WorkList, h: Tensor | Fp8Rows,
-                   how: Gate, biases: Biases | None) -> str:  # fmt: skip
-    """The kernels' LIMIT, once everything fits."""
-    check_alike("fp8_gate_up", gate, up)
-    _check("fp8_gate_up", x, row_of, gate, work, h, None, biases or ())
-    return check_gate("fp8_gate_up", how, _pairs(h, None))
-
-
-def _check_product(x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-                   bias: Tensor | None) -> Biases:  # fmt: skip
-    biases = () if bias is None else (bias,)
-    _check("fp8_product", x, row_of, w, work, out, to, biases)
-    return biases
-
-
-def _check(op: str, x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor | Fp8Rows,
-           to: Scatter | None, biases: Biases) -> None:  # fmt: skip
-    """Everything that shapes, dtypes and strides can tell."""
+def _checked(a: Asked[Fp8Rows, Tensor | Fp8Rows]) -> str:
+    """The kernels' LIMIT, once everything fits: all that shapes, dtypes and strides can tell."""
+    op, x, w, out = a.op, a.x, a.w, a.out
     if w.format != "fp8_block":
         raise LabError(f"{op} multiplies fp8_block weights, got {w.format}; grouped_product multiplies others.")
     check_weight(op, w)
     groups, n = -(-w.kd // GROUP), w.data.shape[1]
     expect(op, "codes", x.codes, [torch.float8_e4m3fn], ["R", groups * GROUP])
     expect(op, "scale", x.scale, [torch.float32], [len(x.codes), groups])
-    check_pairs(op, row_of, work, _pairs(out, to), to)
-    check_biases(op, biases, work, len(w.data), n)
+    check_pairs(op, a.row_of, a.work, a.pairs, a.to)
     if isinstance(out, Fp8Rows):
         expect(op, "h.codes", out.codes, [torch.float8_e4m3fn], ["P", -(-n // GROUP) * GROUP])
         expect(op, "h.scale", out.scale, [torch.float32], [len(out.codes), -(-n // GROUP)])
@@ -318,43 +245,43 @@ def _check(op: str, x: Fp8Rows, row_of: Tensor | None, w: Weight, work: WorkList
         expect(op, "out", out, FLOATS, ["P", n])
     for name, t in (("codes", x.codes), ("scale", x.scale), *zip(("out", "out scale"), _parts(out), strict=False)):
         expect_rows(op, name, t)
+    return a.checked()
 
 
 def _parts(out: Tensor | Fp8Rows) -> tuple[Tensor, ...]:
     return tuple(out) if isinstance(out, Fp8Rows) else (out,)
 
 
-def _launch(op: str, x: Fp8Rows, row_of: Tensor | None, weights: tuple[Weight, Weight], work: WorkList,
-            out: Tensor | Fp8Rows, to: Scatter | None, tile: Tile | None, biases: Biases, how: Gate | None, mode: str,
-            stored: torch.dtype) -> None:  # fmt: skip
-    """Both operations; `how` makes it the gated one."""
-    w = weights[0]
-    made, made_scale = (*_parts(out), x.scale)[:2]
+def _launch(a: Asked[Fp8Rows, Tensor | Fp8Rows], tile: Tile | None, stored: torch.dtype) -> None:
+    mode, x, w, gated, tiles = _checked(a), a.x, a.w, a.how is not None, a.work.tiles
+    made, made_scale = (*_parts(a.out), x.scale)[:2]
     assert w.scales is not None
-    on = backend.serve(op, x=x.codes, **named(row_of, work, to, biases, how), w=w.data, scales=w.scales, out=made)
-    n, quantise = w.data.shape[1], isinstance(out, Fp8Rows)
-    if not len(work.tiles) or not n:
+    on = backend.serve(a.op, x=x.codes, **a.named(), w=w.data, scales=w.scales, out=made)
+    n, quantise = w.data.shape[1], isinstance(a.out, Fp8Rows)
+    if not len(tiles) or not n:
         return
     if tile is None:
-        tile, kernel = fp8_tile_for(work.tokens, how is not None, quantise, on), f"grouped_fp8{'_hidden' * quantise}"
-        tile = cut(kernel, tile, made.device, w.format, work.tokens, gated=how is not None, n=n, kd=w.kd)
+        kernel, built_in = f"grouped_fp8{'_hidden' * quantise}", fp8_tile_for(a.work.tokens, gated, quantise, on)
+        tile = cut(kernel, built_in, made.device, w.format, a.work.tokens, gated=gated, n=n, kd=w.kd)
+        if made.is_cuda and len(tiles) * -(-n // tile.rows) < backend.processors(made.device):
+            tile = built_in  # tables are of long lists: qwen3-30b-a3b at T = 1 took 31.6 us by its table, 30.5 so
     if tile.rows > GROUP or (quantise and tile.rows != GROUP):
-        raise LabError(f"{op}: a tile of {tile.rows} weight rows; a scale serves {GROUP}.")
+        raise LabError(f"{a.op}: a tile of {tile.rows} weight rows; a scale serves {GROUP}.")
     bits = torch.uint8 if on == "interpreter" else torch.float8_e4m3fn  # the interpreter knows no e4m3
-    matrices = [t for m in weights for t in (m.data.view(bits), m.scales)]
-    around, pieces = ends(row_of, work, to, biases, how, mode), len(work.tiles) * -(-n // tile.rows)
-    beside = work.tokens >= FROM_TOKENS
-    scale = sides(x.scale, row_of, _pairs(out, to)) if beside else x.scale
+    matrices = [t for m in a.both for t in (m.data.view(bits), m.scales)]
+    around, pieces = a.ends(mode), len(tiles) * -(-n // tile.rows)
+    beside = a.work.tokens >= FROM_TOKENS
+    scale = sides(x.scale, a.row_of, a.pairs) if beside else x.scale
     backend.launch(
         _grouped_fp8,
         (programs(pieces, tile, on, made.device),),
         *(x.codes.view(bits), *around.pointers, scale, *matrices),
-        *(made.view(torch.uint8 if quantise else made.dtype), made_scale, pieces, n, w.kd, len(work.tiles)),
-        *(len(w.data), len(x.codes), _pairs(out, to), *around.scalars, x.codes.stride(0), scale.stride(0)),
-        *(made.stride(0), made_scale.stride(0), *w.data.stride()[:2], *w.scales.stride()[:2], *around.constants),
+        *(made.view(torch.uint8 if quantise else made.dtype), made_scale, pieces, n, w.kd, len(tiles), len(w.data)),
+        *(len(x.codes), a.pairs, *around.scalars, x.codes.stride(0), scale.stride(0), made.stride(0)),
+        *(made_scale.stride(0), *w.data.stride()[:2], *w.scales.stride()[:2], *around.constants),
         *(w.kd % GROUP == 0, beside, quantise, LAYOUTS["fp8"].way),
         tl.float16 if stored == torch.float16 else tl.bfloat16,
-        *(tile.rows, work.tokens, tile.group, tile.resident > 0),
+        *(tile.rows, a.work.tokens, tile.group, tile.resident > 0),
         device=made.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

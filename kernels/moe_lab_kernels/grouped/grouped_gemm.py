@@ -25,6 +25,7 @@ from moe_lab._types import Float, Int32, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
+from moe_lab_kernels.grouped.asked import SILU, Asked, BothBiases, gate_up_of, product_of
 from moe_lab_kernels.grouped.body import (
     biased,
     either,
@@ -36,18 +37,17 @@ from moe_lab_kernels.grouped.body import (
     sent,
     weight_rows,
 )
-from moe_lab_kernels.grouped.launching import Biases, ends, named, of_part, parts, places, programs, with_bias
-from moe_lab_kernels.grouped.operands import Scatter, Weight, check_alike, check_biases, check_call, values_ref
+from moe_lab_kernels.grouped.launching import Part, programs
+from moe_lab_kernels.grouped.operands import Scatter, Weight, check_call, values_ref
 from moe_lab_kernels.grouped.staged import STAGED, staged_values, staged_words, why_not_staged
 from moe_lab_kernels.grouped.steps import STEPS, block_values, scaled_values
-from moe_lab_kernels.grouped.tiles import Tile, WorkList, tile_for
+from moe_lab_kernels.grouped.tiles import Tile, WorkList, for_few, tile_for
 from moe_lab_kernels.launch.table import cut
 from moe_lab_kernels.primitives import INTERPRET, offset64, round_to, to_f32
-from moe_lab_kernels.rows.hidden import Gate, check_gate, hidden_rows_ref
+from moe_lab_kernels.rows.hidden import Gate
 from moe_lab_kernels.storage.scaled_layouts import LAYOUTS
 
 PLAIN = ("", "", "none", 32, 1)  # code, scale, second, group, rows of a format without separate scales
-SILU = Gate()
 
 
 @jit
@@ -107,7 +107,7 @@ def _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias,
             last = tl.cdiv(Kd, STEP) - 1
             raw = staged_words(of_w, of_scale, 0, Kd, FORMAT, EVEN)
             coming = staged_words(of_w, of_scale, tl.minimum(STAGED - 1, last), Kd, FORMAT, EVEN)
-            a = staged_values(raw, 0, like, FORMAT, NATIVE)
+            a = staged_values(raw, 0, like, FORMAT, EVEN, NATIVE)
             for step in range(0, last + 1):
                 raw = coming  # words of STAGED steps are on their way
                 coming = staged_words(of_w, of_scale, tl.minimum(step + STAGED, last), Kd, FORMAT, EVEN)
@@ -117,7 +117,7 @@ def _piece(piece, x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias,
                     k = step * STEP + j * PART + tl.arange(0, PART)[None, :]
                     b = tl.trans(tl.load(of_x + k, mask=known if EVEN else known & (k < Kd), other=0))
                     acc = _add_product(acc, a[j], b)
-                a = staged_values(raw, tl.minimum(step + 1, last), like, FORMAT, NATIVE)
+                a = staged_values(raw, tl.minimum(step + 1, last), like, FORMAT, EVEN, NATIVE)
         else:
             for step in range(0, tl.cdiv(Kd, STEP)):
                 for j in tl.static_range(STEP // PART):
@@ -181,18 +181,9 @@ def _grouped(x, row_of, out_row, out_slot, tiles, whose, pair_weight, bias, bias
                STEP, PART, EVEN, ROWS, TOKENS, TOGETHER, STAGED, NATIVE)  # fmt: skip
 
 
-def grouped_gate_up(
-    x: Tensor,
-    row_of: Int32[Tensor, " P"] | None,
-    gate: Weight,
-    up: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    how: Gate = SILU,
-    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def grouped_gate_up(x: Tensor, row_of: Int32[Tensor, " P"] | None, gate: Weight, up: Weight, work: WorkList,
+                    out: Tensor, *, how: Gate = SILU, biases: BothBiases | None = None,
+                    tile: Tile | None = None) -> Tensor:  # fmt: skip
     """Write h [P, N] = act(gate row) * up row for every pair of the work list (Triton).
 
     x [R, Kd] bf16 or fp16, any row stride; row_of[p]: the row that pair p uses (None: row p); gate and up of one
@@ -200,123 +191,78 @@ def grouped_gate_up(
     gate and up, alike, added to the fp32 sums; X = S, or `work.expert` says which tile has which row. Returns `out`.
     LabError for shapes, strides, devices or formats that disagree.
     """
-    mode = _check_gate_up(x, row_of, gate, up, work, out, how, biases)
-    _launch("grouped_gate_up", x, row_of, (gate, up), work, out, None, tile, biases or (), how, mode)
-    return out
+    return _launch(gate_up_of("grouped_gate_up", x, row_of, gate, up, work, out, how, biases), tile)
 
 
-def grouped_product(
-    x: Tensor,
-    row_of: Int32[Tensor, " P"] | None,
-    w: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    to: Scatter | None = None,
-    bias: Float[Tensor, "X N"] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def grouped_product(x: Tensor, row_of: Int32[Tensor, " P"] | None, w: Weight, work: WorkList, out: Tensor, *,
+                    to: Scatter | None = None, bias: Float[Tensor, "X N"] | None = None,
+                    tile: Tile | None = None) -> Tensor:  # fmt: skip
     """Write W @ x[row_of[p]] (+ bias) for every pair p of the work list (Triton), rounded once to out's dtype.
 
     As `grouped_gate_up`. It goes to row p of out [P, N], or where `to` says: then out may have any number of rows, and
     the places are not checked.
     """
-    biases = _check_product(x, row_of, w, work, out, to, bias)
-    _launch("grouped_product", x, row_of, (w, w), work, out, to, tile, biases, None, "none")
-    return out
+    return _launch(product_of("grouped_product", x, row_of, w, work, out, to, bias), tile)
 
 
-def grouped_gate_up_ref(
-    x: Tensor,
-    row_of: Int32[Tensor, " P"] | None,
-    gate: Weight,
-    up: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    how: Gate = SILU,
-    biases: tuple[Float[Tensor, "X N"], Float[Tensor, "X N"]] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def grouped_gate_up_ref(x: Tensor, row_of: Int32[Tensor, " P"] | None, gate: Weight, up: Weight, work: WorkList,
+                        out: Tensor, *, how: Gate = SILU, biases: BothBiases | None = None,
+                        tile: Tile | None = None) -> Tensor:  # fmt: skip
     """The same in torch, products in float64 and rounded once to fp32."""
-    _check_gate_up(x, row_of, gate, up, work, out, how, biases)
-    for part in parts(row_of, len(x), work, len(gate.data), len(out)):
-        rows = part.rows(x)
-        g, u = (with_bias(_rows_ref(rows, w, part.slot), biases or (), i, part) for i, w in enumerate((gate, up)))
-        out[part.pairs] = hidden_rows_ref(g.to(out.dtype), u.to(out.dtype), of_part(how, part))
-    return out
+    return _ref(gate_up_of("grouped_gate_up", x, row_of, gate, up, work, out, how, biases))
 
 
-def grouped_product_ref(
-    x: Tensor,
-    row_of: Int32[Tensor, " P"] | None,
-    w: Weight,
-    work: WorkList,
-    out: Tensor,
-    *,
-    to: Scatter | None = None,
-    bias: Float[Tensor, "X N"] | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+def grouped_product_ref(x: Tensor, row_of: Int32[Tensor, " P"] | None, w: Weight, work: WorkList, out: Tensor, *,
+                        to: Scatter | None = None, bias: Float[Tensor, "X N"] | None = None,
+                        tile: Tile | None = None) -> Tensor:  # fmt: skip
     """The same in torch, the product in float64 and rounded once to fp32."""
-    biases = _check_product(x, row_of, w, work, out, to, bias)
-    for part in parts(row_of, len(x), work, len(w.data), len(out) if to is None else len(to.row)):
-        sums = with_bias(_rows_ref(part.rows(x), w, part.slot), biases, 0, part)
-        out[places(part, to)] = sums.to(out.dtype)
-    return out
+    return _ref(product_of("grouped_product", x, row_of, w, work, out, to, bias))
 
 
-def _rows_ref(rows: Tensor, w: Weight, slot: int) -> Tensor:
-    return (rows.double() @ values_ref(w, slot, rows.dtype).double().T).float()
-
-
-def _check_gate_up(x: Tensor, row_of: Tensor | None, gate: Weight, up: Weight, work: WorkList, out: Tensor, how: Gate,
-                   biases: Biases | None) -> str:  # fmt: skip
+def _checked(a: Asked[Tensor, Tensor]) -> str:
     """The kernels' LIMIT, once everything fits."""
-    op = "grouped_gate_up"
-    check_alike(op, gate, up)
-    check_call(op, x, row_of, gate, work, out, None)
-    check_biases(op, biases or (), work, len(gate.data), gate.data.shape[1])
-    return check_gate(op, how, len(out))
+    check_call(a.op, a.x, a.row_of, a.w, a.work, a.out, a.to)
+    return a.checked()
 
 
-def _check_product(x: Tensor, row_of: Tensor | None, w: Weight, work: WorkList, out: Tensor, to: Scatter | None,
-                   bias: Tensor | None) -> Biases:  # fmt: skip
-    biases = () if bias is None else (bias,)
-    check_call("grouped_product", x, row_of, w, work, out, to)
-    check_biases("grouped_product", biases, work, len(w.data), w.data.shape[1])
-    return biases
+def _ref(a: Asked[Tensor, Tensor]) -> Tensor:
+    _checked(a)
+
+    def multiply(part: Part, w: Weight) -> Tensor:
+        return (part.rows(a.x).double() @ values_ref(w, part.slot, a.x.dtype).double().T).float()
+
+    return a.write_ref(a.out, len(a.x), multiply)
 
 
-def _launch(op: str, x: Tensor, row_of: Tensor | None, weights: tuple[Weight, Weight], work: WorkList, out: Tensor,
-            to: Scatter | None, tile: Tile | None, biases: Biases, how: Gate | None, mode: str) -> None:  # fmt: skip
-    """Both operations; `how` makes it the gated one."""
-    w = weights[0]
-    of_w = {"w": w.data, "scales": w.scales, "second": w.second}
-    on = backend.serve(op, x=x, **named(row_of, work, to, biases, how), **of_w, out=out)
-    n, step, layout = w.data.shape[1], STEPS[w.format], LAYOUTS.get(w.format)
-    if not len(work.tiles) or not n:
-        return
-    unstaged = why_not_staged(w, x.dtype)
+def _launch(a: Asked[Tensor, Tensor], tile: Tile | None) -> Tensor:
+    mode, w, gated = _checked(a), a.w, a.how is not None
+    on = backend.serve(a.op, x=a.x, **a.named(), w=w.data, scales=w.scales, second=w.second, out=a.out)
+    n, step, layout, tiles = w.data.shape[1], STEPS[w.format], LAYOUTS.get(w.format), a.work.tiles
+    if not len(tiles) or not n:
+        return a.out
+    unstaged = why_not_staged(w, a.x.dtype)
     if tile is None:
-        tile = tile_for(w.format, work.tokens, how is not None, on, unstaged is None)
-        tile = cut("grouped", tile, out.device, w.format, work.tokens, gated=how is not None, n=n, kd=w.kd)
+        tile = tile_for(w.format, a.work.tokens, gated, on, unstaged is None)
+        tile = cut("grouped", tile, a.out.device, w.format, a.work.tokens, gated=gated, n=n, kd=w.kd)
+        if gated and a.out.is_cuda:
+            tile = for_few(tile, len(tiles) * -(-n // tile.rows), backend.processors(a.out.device))
     if tile.staged and unstaged is not None:
-        raise LabError(f"{op}: {w.format} weights are not decoded by whole words {unstaged}; leave Tile.staged out.")
+        raise LabError(f"{a.op}: {w.format} weights are not decoded by whole words {unstaged}; leave Tile.staged out.")
     step = STAGED[w.format] if tile.staged else step
-    matrices = [w.data if p is None else p for m in weights for p in (m.data, m.scales, m.second)]
+    matrices = [w.data if p is None else p for m in a.both for p in (m.data, m.scales, m.second)]
     strides = [s for p in (w.data, w.scales, w.second) for s in (*(() if p is None else p.stride()), 0, 0)[:2]]
     kind = PLAIN if layout is None else (layout.code, layout.scale, layout.second, layout.group, layout.rows)
-    around, pieces = ends(row_of, work, to, biases, how, mode), len(work.tiles) * -(-n // tile.rows)
+    around, pieces = a.ends(mode), len(tiles) * -(-n // tile.rows)
     backend.launch(
         _grouped,
-        (programs(pieces, tile, on, out.device),),
-        *(x, *around.pointers, *matrices, out, pieces, n, w.kd, len(work.tiles), len(w.data), len(x)),
-        *(len(out) if to is None else len(to.row), *around.scalars, x.stride(0), out.stride(0), *strides),
-        *(*around.constants, w.format, *kind, *step, w.kd % step.values == 0, tile.rows, work.tokens, tile.group),
-        *(tile.staged, tile.resident > 0, backend.has_dp4a(on)),
-        device=out.device,
+        (programs(pieces, tile, on, a.out.device),),
+        *(a.x, *around.pointers, *matrices, a.out, pieces, n, w.kd, len(tiles), len(w.data), len(a.x), a.pairs),
+        *(*around.scalars, a.x.stride(0), a.out.stride(0), *strides, *around.constants, w.format, *kind, *step),
+        *(w.kd % step.values == 0, tile.rows, a.work.tokens, tile.group, tile.staged, tile.resident > 0),
+        backend.has_dp4a(on),
+        device=a.out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=tile.registers,
     )
+    return a.out

@@ -7,9 +7,8 @@ fields of two bits belong to the sub-blocks 2 j + h of a half block.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.grouped.staged_parts import four, joined, pair_of
-from moe_lab_kernels.primitives import funnel
+from moe_lab_kernels.primitives import funnel, half_bits
 
 
 @jit
@@ -129,7 +128,7 @@ def q3_k_pairs(raw, half, like: tl.constexpr, NATIVE: tl.constexpr):
     s01 = n01 & 0x0F0F0F0F | (top & 0x03030303) << 4
     s23 = n23 & 0x0F0F0F0F | (top & 0x0C0C0C0C) << 2
     skew, byte = tl.broadcast_to(skew, [R, 2]), 8 * tl.arange(0, 2)[None, :]
-    c, h = _cut(code, code_end, skew, NATIVE), _cut(high, high_end, skew, NATIVE)
+    c, h = cut_words(code, code_end, skew, NATIVE), cut_words(high, high_end, skew, NATIVE)
     h0, h1, h2, h3 = h
     h = (h0 >> up, h1 >> up, h2 >> up, h3 >> up)
     d, s01, s23 = tl.broadcast_to(half_bits(d), [R, 2]), s01 >> byte, s23 >> byte
@@ -142,7 +141,7 @@ def q3_k_pairs(raw, half, like: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
-def _cut(words, end, skew, NATIVE: tl.constexpr):
+def cut_words(words, end, skew, NATIVE: tl.constexpr):
     """The four words that begin 0 or 16 bits into aligned ones."""
     w0, w1, w2, w3 = four(words)
     return (funnel(w0, w1, skew, NATIVE), funnel(w1, w2, skew, NATIVE), funnel(w2, w3, skew, NATIVE),

@@ -7,27 +7,11 @@ exactly.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.decode import half_bits
-from moe_lab_kernels.grouped.staged_parts import four, joined, pair_of
+from moe_lab_kernels.grouped.staged_parts import four, joined, numbers, pair_of
+from moe_lab_kernels.primitives import half_bits
 from moe_lab_kernels.storage.minifloat import e2m1_to_f32, e8m0_to_f32
 
 _LOW = tl.constexpr(0x0F0F0F0F)
-_MOVE = tl.constexpr("".join(f"prmt.b32 ${i}, $4, 0x4B000000, {0x7540 + i}; " for i in range(4)))
-
-
-@jit
-def _numbers(word, NATIVE: tl.constexpr):
-    """An int32's four bytes as fp32."""
-    if NATIVE:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _MOVE, "=f,=f,=f,=f,r", [word], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
-        )
-    else:
-        a = (word & 255 | 0x4B000000).to(tl.float32, bitcast=True)
-        b = (word >> 8 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
-        c = (word >> 16 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
-        d = (word >> 24 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
-    return a - 8388608.0, b - 8388608.0, c - 8388608.0, d - 8388608.0
 
 
 @jit
@@ -49,8 +33,8 @@ def q4_k_pairs(raw, half, like: tl.constexpr, NATIVE: tl.constexpr):
             tl.where(near, m, rest >> 4 & _LOW | m >> 2 & 0x30303030) & 0x3F3F3F3F)  # fmt: skip
     both, s, m = tl.broadcast_to(both, [R, 2]), tl.broadcast_to(s, [R, 2]), tl.broadcast_to(m, [R, 2])
     d, dmin, low, high = half_bits(both), half_bits(both >> 16), four(code), four(code2)
-    s0, s1, s2, s3 = _numbers(s, NATIVE)
-    m0, m1, m2, m3 = _numbers(m, NATIVE)
+    s0, s1, s2, s3 = numbers(s, 0, NATIVE)
+    m0, m1, m2, m3 = numbers(m, 0, NATIVE)
     return (
         _q4_k_part(low, 0, d * s0, dmin * m0, like, NATIVE),
         _q4_k_part(low, 4, d * s1, dmin * m1, like, NATIVE),
@@ -72,7 +56,7 @@ def _q4_k_part(words, up: tl.constexpr, scale, less, like: tl.constexpr, NATIVE:
 
 @jit
 def _q4(word, scale, less, like: tl.constexpr, NATIVE: tl.constexpr):
-    v0, v1, v2, v3 = _numbers(word & _LOW, NATIVE)
+    v0, v1, v2, v3 = numbers(word & _LOW, 0, NATIVE)
     if NATIVE:
         v0, v1 = tl.fma(v0, scale, 0.0 - less), tl.fma(v1, scale, 0.0 - less)
         v2, v3 = tl.fma(v2, scale, 0.0 - less), tl.fma(v3, scale, 0.0 - less)
@@ -95,11 +79,13 @@ def _codes(w, step, Kd, EVEN: tl.constexpr):
 
 @jit
 def e2m1_words(w, scale, step, Kd, EVEN: tl.constexpr):
-    """Codes and the scales of the four groups of 32."""
+    """Codes and the scales of the four groups of 32: one word where rows are whole steps, as a load of a warp looks up
+    a line of the cache for each row, whatever it takes from it."""
     first, second = _codes(w, step, Kd, EVEN)
     group = 4 * step + tl.arange(0, 2)[None, :]
     if EVEN:
-        s0, s1 = tl.load(scale + group), tl.load(scale + group + 2)
+        s0 = tl.load((scale + 4 * step).to(tl.pointer_type(tl.int32), bitcast=True))
+        s1 = s0
     else:
         s0 = tl.load(scale + group, mask=32 * group < Kd, other=0)
         s1 = tl.load(scale + group + 2, mask=32 * group + 64 < Kd, other=0)
@@ -130,10 +116,13 @@ _TABLE = tl.constexpr(
 
 
 @jit
-def e2m1_pairs(raw, like: tl.constexpr, NATIVE: tl.constexpr):
+def e2m1_pairs(raw, like: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr):
     """Codes in order, low nibble first. bf16 has the exponents of the scales, so products are exact there."""
     tl.static_assert(like == tl.bfloat16)
     first, second, s0, s1 = raw
+    if EVEN:
+        s0 = tl.broadcast_to(s0, [first.shape[0], 2]) >> 8 * tl.arange(0, 2)[None, :]
+        s0, s1 = s0 & 255, s0 >> 16 & 255
     return _e2m1_half(four(first), s0, NATIVE), _e2m1_half(four(second), s1, NATIVE)
 
 
@@ -158,7 +147,7 @@ def _e2m1_table(s, NATIVE: tl.constexpr):
             _TABLE, "=r,=r,=r,=r,r", [half | half << 16], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
         )
     else:
-        power = e8m0_to_f32(s)
+        power = e8m0_to_f32(s.to(tl.uint8))
         out = (power, power, power, power)
     return out
 

@@ -19,6 +19,25 @@ def four(v):
     return v0, v1, v2, v3
 
 
+_MOVE = tl.constexpr("".join(f"prmt.b32 ${i}, $4, 0x4B000000, {0x7540 + i}; " for i in range(4)))
+
+
+@jit
+def numbers(word, less: tl.constexpr, NATIVE: tl.constexpr):
+    """An int32's four bytes, less `less` each, as fp32."""
+    if NATIVE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _MOVE, "=f,=f,=f,=f,r", [word], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
+        )
+    else:
+        a = (word & 255 | 0x4B000000).to(tl.float32, bitcast=True)
+        b = (word >> 8 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
+        c = (word >> 16 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
+        d = (word >> 24 & 255 | 0x4B000000).to(tl.float32, bitcast=True)
+    under: tl.constexpr = 8388608.0 + less
+    return a - under, b - under, c - under, d - under
+
+
 @jit
 def pair_of(low, high, like: tl.constexpr, NATIVE: tl.constexpr):
     """Two fp32, each rounded to the dtype `like`, as one int32."""

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import doubled_e2m1, e8m0_halved, half_at, ue4m3_halved
-from moe_lab_kernels.gemv.decode import half_bits
-from moe_lab_kernels.primitives import to_f32
+from moe_lab_kernels.primitives import half_bits, to_f32
 from moe_lab_kernels.storage.minifloat import e2m1_to_f32, e4m3_to_f32, e8m0_to_f32
 
 

@@ -63,13 +63,15 @@ DECODED_TILES = {16: Tile(64, 4, 3, 1), 32: Tile(64, 4, 3, 1), 64: Tile(64, 4, 3
 def _staged_tile(format: str, gated: bool, tokens: int) -> Tile:
     """Decoded by whole words (`staged`); us of gate + up with four warps, eight, eight and words two steps ahead:
     q2_k, qwen3, T = 32: 181, 142, 139; 512: 301, 247, 242; 2048: 570, 419, 506; mixtral-8x7b, T = 128: 679, 567, 534
-    mxfp4_oss, qwen3, T = 32: 129, 131, 133; 512: 220, 206, 207; 2048: 404, 360, 500; deepseek, T = 512: 2576, 2526, -
+    mxfp4_oss, qwen3, T = 512: 220, 206, 207; 2048: 404, 360, 500; deepseek, T = 512: 2576, 2526, -; with scales read
+    as words qwen3, T = 32: 172, 124, 129; mixtral: 449, 316, 330 (four warps store 16 bits at a time)
     and of down with four and eight:
     q3_k, qwen3, T = 32: 121, 134; 512: 176, 231; 2048: 369, 455; mxfp4_oss: 63, 65; 101, 107; 241, 261; deepseek,
-    T = 512, tiles of 32: 1370, 1282
+    T = 512, tiles of 32: 1370, 1282; q6_k, qwen3, T = 512: 183, 279 (in registers 288); 2048: 377, 504 (518); T = 32:
+    133 (179)
     A thread has one unit of its words: 64 rows of both matrices in eight warps, or of one in four."""
-    group, four = 8 if tokens == 128 else 1, format == "mxfp4_oss" and tokens == 16
-    if gated and not four:
+    group = 8 if tokens == 128 else 1
+    if gated:
         # two programs a multiprocessor; of q3_k and q4_k 128 registers would spill
         most = 128 if tokens == 128 and format in ("q2_k", "mxfp4_oss") else None
         return Tile(64, 8, 2, group, most, 2 if format == "q2_k" and tokens < 128 else 1)
@@ -79,7 +81,7 @@ def _staged_tile(format: str, gated: bool, tokens: int) -> Tile:
 
 STAGED_TILES = {
     (format, gated, tokens): _staged_tile(format, gated, tokens)
-    for format in ("q2_k", "q3_k", "q4_k", "mxfp4_oss")
+    for format in ("q2_k", "q3_k", "q4_k", "q6_k", "mxfp4_oss")
     for gated in (True, False)
     for tokens in TOKENS
 }
@@ -134,6 +136,13 @@ def tile_for(format: str, tokens: int, gated: bool, on: str, staged: bool = Fals
         return (GATED_TILES if gated else PLAIN_TILES)[tokens]
     tile = STAGED_TILES.get((format, gated, tokens)) if staged else None
     return tile or (DECODED_GATED_TILES if gated else DECODED_TILES)[tokens]
+
+
+def for_few(tile: Tile, pieces: int, processors: int) -> Tile:
+    """A tile of gate and up, or one of half its rows where so many pieces would leave multiprocessors without work; in
+    all still the 64 rows of one instruction."""
+    few = tile.rows == 64 and pieces < processors
+    return tile._replace(rows=32, warps=4, registers=None) if few else tile
 
 
 def fp8_tile_for(tokens: int, gated: bool, quantised: bool, on: str) -> Tile:

@@ -53,6 +53,10 @@ class Entry:
                 raise ValueError(f"{name} is {value!r}; wanted a whole number, 1 or more")
         if type(self.gated) is not bool or not isinstance(self.format, str) or not isinstance(self.cut, Mapping):
             raise ValueError("wanted a format's name, gated as true or false, and cut as names and values")
+        for name in ("us", "default_us"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; wanted microseconds, a positive number")
         for name, value in self.cut.items():
             allowed = KERNELS[self.kernel].get(name)
             if allowed is None:

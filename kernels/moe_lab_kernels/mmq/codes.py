@@ -89,6 +89,51 @@ def words_at(at, i, ALIGNED: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
+def side_by_side(at, MOST: tl.constexpr, NATIVE: tl.constexpr):
+    """The first MOST words of rows that start at byte pointers `at` [V, R, 1], multiples of 2: [V, R, 32], zeros
+    behind them. A warp reads a row's words together, two cache lines a load; eight rows to a load, as operands lie,
+    are as many lines. Nothing behind the words is read."""
+    i, skew = tl.arange(0, 32)[None, None, :], at.to(tl.int64).to(tl.int32) & 2
+    words = (at - skew).to(tl.pointer_type(tl.int32), bitcast=True) + i
+    low = tl.load(words, mask=i < MOST, other=0)
+    high = tl.load(words + 1, mask=(i < MOST) & (skew > 0), other=0)
+    return funnel(low, high, tl.broadcast_to(8 * skew, low.shape), NATIVE)
+
+
+@jit
+def quarters(words):
+    """[V, R, 32] or [V, R, 4, 8] as four tensors [V, R, 8]."""
+    out = tl.permute(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2, 8]), (0, 1, 4, 3, 2))
+    even, odd = tl.split(out)
+    w0, w1 = tl.split(even)
+    w2, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@jit
+def blocks_at(words, first: tl.constexpr, BYTES: tl.constexpr, MOST: tl.constexpr, NATIVE: tl.constexpr):
+    """Words 0 to 7, of MOST = 4 twice, of four blocks of BYTES bytes that together start at int32 pointers [V, R, 1];
+    a block's words start at its byte `first`, and the last one's end on a whole word. Four tensors [V, R, 8]."""
+    start = first + BYTES * tl.arange(0, 4)[None, None, :, None]
+    at = words[:, :, :, None] + (start // 4 + tl.arange(0, 8)[None, None, None, :] % MOST)
+    low = tl.load(at)
+    skew = tl.broadcast_to(start % 4, low.shape)
+    return quarters(funnel(low, tl.load(at + 1, mask=skew > 0, other=0), 8 * skew, NATIVE))
+
+
+@jit
+def first_four(words):
+    """Words 0 to 3 of eight, int32 [V, R, 1] each."""
+    v = tl.reshape(words, [words.shape[0], words.shape[1], 2, 2, 2])
+    even, odd = tl.split(v)
+    first, _ = tl.split(tl.permute(even, (0, 1, 3, 2)))
+    second, _ = tl.split(tl.permute(odd, (0, 1, 3, 2)))
+    w0, w2 = tl.split(first)
+    w1, w3 = tl.split(second)
+    return w0[:, :, None], w1[:, :, None], w2[:, :, None], w3[:, :, None]
+
+
+@jit
 def words_from(words, i, skew: tl.constexpr, NATIVE: tl.constexpr):
     """Words i int32 [1, 8] of rows, `skew` bytes behind word pointers [R, 1]."""
     out = tl.load(_near(words + i, 1))

@@ -10,12 +10,11 @@ I sums scale * dot, L minimum * sum of codes; both exact (L in fp16 products, be
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import half_at
-from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq.codes import pick, word
 from moe_lab_kernels.mmq.scales import scale_of_q45
 from moe_lab_kernels.mmq.steps import codes_of_q45, product_of, rows_at
-from moe_lab_kernels.primitives import INTERPRET, fma
+from moe_lab_kernels.primitives import INTERPRET, fma, half_bits
 
 
 @jit

@@ -30,7 +30,6 @@ from moe_lab._types import Tensor
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import half_at
-from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq import fold as mf
@@ -38,7 +37,7 @@ from moe_lab_kernels.mmq import scales as ss
 from moe_lab_kernels.mmq import steps as ms
 from moe_lab_kernels.mmq.operands import in_fours
 from moe_lab_kernels.mmq.places import Places
-from moe_lab_kernels.primitives import offset64
+from moe_lab_kernels.primitives import half_bits, offset64
 
 ROWS = 64
 # Words of codes a lane writes side by side. With one, q2_k was opened at 632 GB/s and q3_k at 1,925, with two at 3,099

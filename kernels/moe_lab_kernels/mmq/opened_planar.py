@@ -10,15 +10,14 @@ its last sixteen, the others zero, each with its own scale.
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, half_at, ue4m3_halved
-from moe_lab_kernels.gemv.decode import half_bits
-from moe_lab_kernels.gemv.steps_planar import behind
+from moe_lab_kernels.gemv.planar.steps import behind
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq import scales as ss
 from moe_lab_kernels.mmq import steps as ms
 from moe_lab_kernels.mmq.opened import ROWS, Opened
 from moe_lab_kernels.mmq.places import Places
-from moe_lab_kernels.primitives import offset64
+from moe_lab_kernels.primitives import half_bits, offset64
 
 
 @jit

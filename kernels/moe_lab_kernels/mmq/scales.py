@@ -6,9 +6,9 @@ two rows. So they are made four at a time: bytes of a word, or two by two as fp1
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq.codes import of_word
+from moe_lab_kernels.primitives import half_bits
 
 # Of $1, scales and minima of four sub-blocks, a byte each, two by two as fp16: 1024 + n has n in its low bits. $2: m,
 # or dmin, twice. m * scale rounds as A does, and what the rounding left is exact.
@@ -85,7 +85,12 @@ def two_at(at):
 @jit
 def scale_words_of_q3(b):
     """The sixteen scales of a block, a byte each, 32 too large: four words [.., R, 1]."""
-    near, far, top = mc.last_words_at(b + 96, 0, 2), mc.last_words_at(b + 100, 0, 2), mc.last_words_at(b + 104, 0, 2)
+    return bytes_of_q3(mc.last_words_at(b + 96, 0, 2), mc.last_words_at(b + 100, 0, 2), mc.last_words_at(b + 104, 0, 2))
+
+
+@jit
+def bytes_of_q3(near, far, top):
+    """The same of the three words that hold them."""
     s0, s1 = near & 0x0F0F0F0F | (top & 0x03030303) << 4, far & 0x0F0F0F0F | (top >> 2 & 0x03030303) << 4
     s2 = near >> 4 & 0x0F0F0F0F | (top >> 4 & 0x03030303) << 4
     s3 = far >> 4 & 0x0F0F0F0F | (top >> 6 & 0x03030303) << 4

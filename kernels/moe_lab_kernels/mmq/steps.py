@@ -25,11 +25,11 @@ Against q8_k rows: `mmq.fold`.
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, half_at, ue4m3_halved
-from moe_lab_kernels.gemv.decode import half_bits
 from moe_lab_kernels.mmq import codes as mc
 from moe_lab_kernels.mmq.codes import pick, word
 from moe_lab_kernels.mmq.scales import (
     besides,
+    bytes_of_q3,
     minima_of,
     place_of,
     rounded,
@@ -38,7 +38,7 @@ from moe_lab_kernels.mmq.scales import (
     scales_of_q3,
     two_at,
 )
-from moe_lab_kernels.primitives import INTERPRET, fma
+from moe_lab_kernels.primitives import INTERPRET, fma, half_bits
 
 # values of a row that one turn of the loop takes
 STEPS = {
@@ -113,14 +113,14 @@ def usable(v):
 
 @jit
 def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS: tl.constexpr, TAIL: tl.constexpr,
-               FOUR: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+               FOUR: tl.constexpr, SIDE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """w: uint8 pointers [V, R, 1] to rows; x: int8 pointers [TOKENS, 1]; known: their mask; scale, low: fp32 pointers
     [1, 1, TOKENS] to the tile's first group, as `sides` lays them out. FOUR: blocks of 32 values come in fours."""
     zero = tl.full(acc.shape, M_BITS, tl.int32)
     if FORMAT == "q2_k":
         acc = _q2_k(acc, zero, w + step // 2 * 84, x, known, scale, low, step, TOKENS, TAIL, NATIVE)
     elif FORMAT == "q3_k":
-        acc = _q3_k(acc, zero, w + step * 110, x, known, scale, step, TOKENS, NATIVE)
+        acc = _q3_k(acc, zero, w + step * 110, x, known, scale, step, TOKENS, SIDE, NATIVE)
     elif FORMAT == "q4_k":
         acc = _q45_k(acc, zero, w + step * 144, x, known, scale, step, False, TOKENS, NATIVE)
     elif FORMAT == "q5_k":
@@ -129,6 +129,8 @@ def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS:
         acc = _q6_k(acc, zero, w + step * 210, x, known, scale, step, TOKENS, NATIVE)
     elif FORMAT == "nvfp4":
         acc = _nvfp4(acc, zero, w + step * 36, x, known, scale, step, TOKENS, NATIVE)
+    elif FOUR and SIDE:
+        acc = _fours(acc, zero, w, x, known, scale, step, FORMAT, TOKENS, NATIVE)
     elif FOUR:
         for j in tl.static_range(4):
             code, d = codes_of_four(w, step, j, FORMAT, NATIVE)
@@ -138,6 +140,28 @@ def exact_step(acc, w, x, known, scale, low, step, FORMAT: tl.constexpr, TOKENS:
         code, d = codes_of_32(w, step, FORMAT, NATIVE)
         t = _times(product_of(code, rows_at(x, known, step * 32), zero), usable(d))
         acc = fma(t, tl.load(scale + step * TOKENS), acc)
+    return acc
+
+
+@jit
+def _fours(acc, zero, w, x, known, scale, step, FORMAT: tl.constexpr, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
+    """Four blocks of 32 values, which are whole words together."""
+    BYTES: tl.constexpr = 34 if FORMAT == "q8_0" else 18 if FORMAT == "q4_0" else 17  # pyright: ignore[reportAssignmentType]
+    at: tl.constexpr = 1 if FORMAT == "mxfp4" else 2  # pyright: ignore[reportAssignmentType]
+    words = w.to(tl.pointer_type(tl.int32), bitcast=True) + step * BYTES
+    w0, w1, w2, w3 = mc.blocks_at(words, at, BYTES, 8 if FORMAT == "q8_0" else 4, NATIVE)
+    for j in tl.static_range(4):
+        raw, first = w0 if j == 0 else w1 if j == 1 else w2 if j == 2 else w3, tl.load(words + BYTES * j // 4)
+        down = 4 * (word() // 4)
+        if FORMAT == "mxfp4":
+            code = mc.together(mc.doubled_e2m1(mc.apart(raw), down, NATIVE))
+            d = e8m0_halved(first >> BYTES * j % 4 * 8 & 0xFF)
+        else:
+            code, d = raw, half_bits(first >> BYTES * j % 4 * 8)
+            if FORMAT == "q4_0":
+                code, d = mc.together(mc.nibbles_times_16(mc.apart(raw), down)), d * 0.0625
+        t = _times(product_of(code, rows_at(x, known, step * 128 + 32 * j), zero), usable(d))
+        acc = fma(t, tl.load(scale + (4 * step + j) * TOKENS), acc)
     return acc
 
 
@@ -229,11 +253,18 @@ def _q2_k(acc, zero, b, x, known, scale, low, step, TOKENS: tl.constexpr, TAIL: 
 
 
 @jit
-def _q3_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, NATIVE: tl.constexpr):
-    d, third = usable(-half_at(b + 108)), mc.words_at(b, word(), 2, NATIVE)
-    s0, s1, s2, s3 = scale_words_of_q3(b)
+def _q3_k(acc, zero, b, x, known, scale, step, TOKENS: tl.constexpr, SIDE: tl.constexpr, NATIVE: tl.constexpr):
+    d = usable(-half_at(b + 108))
+    if SIDE:
+        third, raw0, raw1, last = mc.quarters(mc.side_by_side(b, 27, NATIVE))
+        near, far, top, _ = mc.first_four(last)
+        s0, s1, s2, s3 = bytes_of_q3(near, far, top)
+    else:
+        third = mc.words_at(b, word(), 2, NATIVE)
+        raw0, raw1 = mc.words_at(b + 32, word(), 2, NATIVE), mc.words_at(b + 64, word(), 2, NATIVE)
+        s0, s1, s2, s3 = scale_words_of_q3(b)
     for p in tl.static_range(8):
-        raw, sc = mc.words_at(b + 32 + p // 4 * 32, word(), 2, NATIVE), scales_of_q3(s0, s1, s2, s3, p)
+        raw, sc = raw0 if p < 4 else raw1, scales_of_q3(s0, s1, s2, s3, p)
         code = mc.together(mc.three_bits(mc.apart(raw), mc.apart(third), p, p % 4, mc.apart(sc)))
         i = product_of(code, rows_at(x, known, step * 256 + 32 * p), zero)
         acc = fma(_times(i, d), tl.load(scale + (8 * step + p) * TOKENS), acc)

@@ -188,24 +188,17 @@ def _fold(acc, codes, x, known, scale, low, dys, sums, step, zero, N, LIST: tl.c
     return fma(part, tl.load(dys + step * LIST), acc)
 
 
-@jit(do_not_specialize=["n_steps", "n_tiles", "n_slots", "n_x", "n_pairs", "slots", "whose_step", "bias_row",
-                        "first_place", "n_places", "groups", "lows"])  # fmt: skip
-def _wide(x, dys, sums, row_of, out_row, out_slot, tiles, whose, bias, out, place_of, codes, scale, low, N, n_steps,
-          groups, lows, n_tiles, n_slots, n_x, n_pairs, slots, whose_step, bias_row, first_place, n_places, x_row,
-          out_stride, c_place, s_place, l_place, GATHER: tl.constexpr, SCATTER: tl.constexpr, BIASED: tl.constexpr,
-          NAMED: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, KINDS: tl.constexpr,
-          LOW: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-          LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Program = (piece of a tile of pairs, block of weight rows); TOGETHER pieces walk the blocks side by side."""
-    tile, past, slot, first, n, begin = piece_of(tiles, n_tiles, N, ROWS, TOKENS, LIST, TOGETHER)
-    if (slot < 0) | (slot >= n_slots) | (n <= 0):
-        return
-    place = tl.load(place_of + slot) - first_place
-    if (place < 0) | (place >= n_places):
-        return
+@jit
+def _piece(x, dys, sums, row_of, out_row, out_slot, whose, bias, out, codes, scale, low, tile, past, slot, place, first,
+           n, begin, N, n_steps, groups, lows, n_x, n_pairs, slots, whose_step, bias_row, x_row, out_stride, c_place,
+           s_place, l_place, GATHER: tl.constexpr, SCATTER: tl.constexpr, BIASED: tl.constexpr, NAMED: tl.constexpr,
+           STEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, KINDS: tl.constexpr, LOW: tl.constexpr,
+           TAIL: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LIST: tl.constexpr,
+           V: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """TOKENS rows of a tile from row `past` on, of which n exist, with weight rows from `begin` on."""
     n_row = begin + tl.arange(0, ROWS)
     held = tl.minimum(n_row, N - 1)
-    WIDTH: tl.constexpr = 256 if STEP == "fold" else 64 if STEP == "pair" else 32
+    WIDTH: tl.constexpr = 256 if STEP == "fold" else 64 if STEP == "pair" else 32  # pyright: ignore[reportAssignmentType]
     if V:
         held = tl.reshape(held, [V, ROWS // V, 1])
         acc = tl.zeros((V, ROWS // V, TOKENS), tl.float32)
@@ -237,6 +230,35 @@ def _wide(x, dys, sums, row_of, out_row, out_slot, tiles, whose, bias, out, plac
         acc = biased(acc, bias, owner(whose, whose_step, tile, slot, NAMED), bias_row, n_row, N)
     here = out + offset64(sent(p, mine, out_row, out_slot, slots, SCATTER), out_stride)[:, None] + n_row[None, :]
     tl.store(here, tl.trans(round_to(acc, out.dtype.element_ty)), mask=mine[:, None] & (n_row < N)[None, :])
+
+
+@jit(do_not_specialize=["n_steps", "n_tiles", "n_slots", "n_x", "n_pairs", "slots", "whose_step", "bias_row",
+                        "first_place", "n_places", "groups", "lows"])  # fmt: skip
+def _wide(x, dys, sums, row_of, out_row, out_slot, tiles, whose, bias, out, place_of, codes, scale, low, N, n_steps,
+          groups, lows, n_tiles, n_slots, n_x, n_pairs, slots, whose_step, bias_row, first_place, n_places, x_row,
+          out_stride, c_place, s_place, l_place, GATHER: tl.constexpr, SCATTER: tl.constexpr, BIASED: tl.constexpr,
+          NAMED: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, KINDS: tl.constexpr,
+          LOW: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+          LIST: tl.constexpr, TOGETHER: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
+          NARROW: tl.constexpr):  # fmt: skip
+    """Program = (piece of a tile of pairs, block of weight rows); TOGETHER pieces walk the blocks side by side."""
+    tile, past, slot, first, n, begin = piece_of(tiles, n_tiles, N, ROWS, TOKENS, LIST, TOGETHER)
+    if (slot < 0) | (slot >= n_slots) | (n <= 0):
+        return
+    place = tl.load(place_of + slot) - first_place
+    if (place < 0) | (place >= n_places):
+        return
+    if NARROW:  # noqa: SIM102 (a constant and a number on the device)
+        if n <= TOKENS // 2:
+            _piece(x, dys, sums, row_of, out_row, out_slot, whose, bias, out, codes, scale, low, tile, past, slot,
+                   place, first, n, begin, N, n_steps, groups, lows, n_x, n_pairs, slots, whose_step, bias_row, x_row,
+                   out_stride, c_place, s_place, l_place, GATHER, SCATTER, BIASED, NAMED, STEP, PARTS, SPAN, KINDS, LOW,
+                   TAIL, TURNS, ROWS, TOKENS // 2, LIST, V, STAGES)  # fmt: skip
+            return
+    _piece(x, dys, sums, row_of, out_row, out_slot, whose, bias, out, codes, scale, low, tile, past, slot, place, first,
+           n, begin, N, n_steps, groups, lows, n_x, n_pairs, slots, whose_step, bias_row, x_row, out_stride, c_place,
+           s_place, l_place, GATHER, SCATTER, BIASED, NAMED, STEP, PARTS, SPAN, KINDS, LOW, TAIL, TURNS, ROWS,
+           TOKENS, LIST, V, STAGES)  # fmt: skip
 
 
 @jit
@@ -316,7 +338,7 @@ def multiply(rows: MmqRows, row_of: Tensor | None, w: Weight, work: WorkList, ou
         *(rows.codes.stride(0), out.stride(0), room.codes.stride(0), room.scale.stride(0), room.low.stride(0)),
         *(gather, scatter, with_biases, its_own, form.step, form.parts, form.span // 32, form.kinds, form.low),
         *(made.tail, turns, tile.rows, tokens, work.tokens, tile.group, warps),
-        tile.stages,
+        *(tile.stages, tokens > 16),
         device=out.device,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -14,8 +14,7 @@ from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import FLOATS, expect
-from moe_lab_kernels.gemv.body import let_the_next_kernel_start, wait_for_the_kernel_before
-from moe_lab_kernels.primitives import offset64, round_to, to_f32
+from moe_lab_kernels.primitives import let_the_next_kernel_start, offset64, round_to, to_f32, wait_for_the_kernel_before
 
 BLOCK_CUDA, BLOCK_INTERPRETER = 256, 4096
 MOST_IDS = 2**31 - 1

@@ -24,6 +24,9 @@ class Gate(NamedTuple):
     weight: Tensor | None = None
 
 
+SILU = Gate()
+
+
 def check_gate(op: str, how: Gate, pairs: int) -> str:
     """The kernels' LIMIT. LabError for a limit or mode that `activation` does not have, or a weight that is not one
     fp32 number for each of `pairs`."""

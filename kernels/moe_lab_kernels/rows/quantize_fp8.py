@@ -19,27 +19,12 @@ from moe_lab._types import Float, Tensor
 from moe_lab.errors import LabError
 from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.primitives import INTERPRET, offset64, to_f32
+from moe_lab_kernels.primitives import offset64, to_f32
 from moe_lab_kernels.rows.arithmetic import ActivationLayout, Arithmetic, layout_of
 from moe_lab_kernels.rows.quantize_rows import FEW_VALUES, TILE_FEW, TILE_INTERPRETER, TILE_MANY, Tile, padded_width
+from moe_lab_kernels.storage.minifloat import f32_to_e4m3
 
 TOP = 448.0
-
-
-@jit
-def _e4m3(v):
-    """|v| <= 448 or NaN as e4m3 bits, nearest even. The interpreter's own cast differs for some values."""
-    if INTERPRET:
-        bits = v.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # below 2^-6 codes step by 2^-9, a unit in the last place of 2^14: the addition rounds
-        small = (tl.abs(v) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-        out = tl.where(v == v, code, 0x7F).to(tl.uint8)
-    else:
-        out = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return out
 
 
 @jit
@@ -67,8 +52,7 @@ def fp8_codes(v, amax, floor, HOW: tl.constexpr, POWER: tl.constexpr):
     inside = d != 0 if HOW == "divide" else (d != 0) & (factor < float("inf"))
     v = tl.where(inside | (v != v), v, 0.0)
     ratio = tl.div_rn(v, tl.where(inside, d, 1.0)) if HOW == "divide" else v * tl.where(inside, factor, 1.0)
-    clamped = tl.where(ratio == ratio, tl.minimum(tl.maximum(ratio, -448.0), 448.0), ratio)
-    return _e4m3(clamped), d
+    return f32_to_e4m3(ratio), d
 
 
 @jit

@@ -36,7 +36,7 @@ BLOCKS: dict[str, Block] = {
     "nvfp4": Block(64, 36, 16, 4),
 }
 
-# those that `decode_part.part` multiplies as they lie
+# those that `gemv.steps.part` multiplies as they lie
 GEMV_FORMATS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "mxfp4", "nvfp4")
 
 

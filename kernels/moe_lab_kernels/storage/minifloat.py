@@ -33,16 +33,20 @@ def e4m3_to_f32(code):
 
 @jit
 def f32_to_e4m3(x):
-    """fp32 -> uint8 codes: clamped to +-448 first, nearest even, NaN is 0x7f. Integer arithmetic everywhere, because
-    casts to fp8 overflow differently on every stack (the interpreter's makes 480 of 464 and 256 of 1000)."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    held = tl.minimum(size, 0x43E00000)  # 448
-    normal = ((held + 0x7FFFF + ((held >> 20) & 1)) >> 20) - 960
-    # below 2^-6 codes count steps of 2^-9; adding 2^14, whose last place that is, rounds to them
-    small = (held.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(held < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-    return tl.where(size > 0x7F800000, 0x7F, code).to(tl.uint8)
+    """fp32 -> uint8 codes: clamped to +-448 first, nearest even, NaN is 0x7f. Casts to fp8 overflow differently on
+    every stack, so none sees a larger value; the interpreter's rounds some values otherwise: there it is integers."""
+    held = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+    if _INTERPRET:
+        bits = held.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        # below 2^-6 codes count steps of 2^-9; adding 2^14, whose last place that is, rounds to them
+        small = (tl.abs(held) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+        out = tl.where(x == x, code, 0x7F).to(tl.uint8)
+    else:
+        out = held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return out
 
 
 @jit

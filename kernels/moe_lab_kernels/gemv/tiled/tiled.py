@@ -3,7 +3,7 @@
 What `gemv` does, of weights that were put into tiles of 16 rows when they were loaded (`storage.row_tiles`): a warp
 fetches a tile with 16-byte loads and multiplies it on the tensor cores (`steps_k`, `steps_small`), 0.7 to 2.5
 instructions a weight. Integer dots are exact, so values differ from `gemv`'s by the order of fp32 additions alone
-(`tiled_ref`).
+(`ref`).
 
 P pairs, S weight slots of [N, Kd], R quantised activation rows; chunks as in `gemv`. Reads N * row_bytes a chunk (plus
 Kd codes a pair, from the cache), writes P * N. Pairs in no chunk keep what `out` held before; a chunk without rows, or
@@ -20,10 +20,10 @@ from moe_lab_kernels import backend
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.checks import expect, expect_rows
 from moe_lab_kernels.gemv.pairs import MAX_CHUNK_ROWS, Pairs, by_chunks, check_out, check_pairs, grid_y
-from moe_lab_kernels.gemv.sum_rows import SumRows, check_sum_rows
-from moe_lab_kernels.gemv.tiled_body import tile_chunk
-from moe_lab_kernels.gemv.tiled_ref import matvec_ref, parts_of
-from moe_lab_kernels.gemv.tiles import TileCut, cut_for
+from moe_lab_kernels.gemv.tiled.body import tile_chunk
+from moe_lab_kernels.gemv.tiled.ref import matvec_ref, parts_of
+from moe_lab_kernels.gemv.tiled.sum_rows import SumRows, check_sum_rows
+from moe_lab_kernels.gemv.tiled.tiles import TileCut, cut_for
 from moe_lab_kernels.slots.pointer_table import PointerTable, Weights, as_tensor, is_pointers, operand, slot_base
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.storage.row_tiles import ROWS, from_tiles, refusal, step_blocks, steps_of, tile_bytes
@@ -55,20 +55,10 @@ def _gemv_tiled(codes, scale, sums, total, row_of, out_row, chunks, w, w2, out, 
                NATIVE)  # fmt: skip
 
 
-def gemv_tiled(
-    rows: SumRows,
-    row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S tiles tile_bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    out: Tensor,
-    *,
-    w2: Weights | None = None,
-    out2: Tensor | None = None,
-    out_row: Int32[Tensor, " P"] | None = None,
-    max_rows: int = MAX_CHUNK_ROWS,
-    cut: TileCut | None = None,
-) -> Tensor:
+def gemv_tiled(rows: SumRows, row_of: Int32[Tensor, " P"], w: UInt8[Tensor, "S tiles tile_bytes"] | PointerTable,
+               chunks: Int32[Tensor, "C 3"], format: str, out: Tensor, *, w2: Weights | None = None,
+               out2: Tensor | None = None, out_row: Int32[Tensor, " P"] | None = None, max_rows: int = MAX_CHUNK_ROWS,
+               cut: TileCut | None = None) -> Tensor:  # fmt: skip
     """Write out[p] [P, N] for every pair of every chunk, and with `w2`, w2's into `out2` in the same launch (Triton).
 
     rows: as `sum_rows` makes them; w: tiles of [N, Kd] weights (`to_tiles`), or (then w2 too) a table of their
@@ -96,20 +86,10 @@ def gemv_tiled(
     return out
 
 
-def gemv_tiled_ref(
-    rows: SumRows,
-    row_of: Int32[Tensor, " P"],
-    w: UInt8[Tensor, "S tiles tile_bytes"] | PointerTable,
-    chunks: Int32[Tensor, "C 3"],
-    format: str,
-    out: Tensor,
-    *,
-    w2: Weights | None = None,
-    out2: Tensor | None = None,
-    out_row: Int32[Tensor, " P"] | None = None,
-    max_rows: int = MAX_CHUNK_ROWS,
-    cut: TileCut | None = None,
-) -> Tensor:
+def gemv_tiled_ref(rows: SumRows, row_of: Int32[Tensor, " P"], w: UInt8[Tensor, "S tiles tile_bytes"] | PointerTable,
+                   chunks: Int32[Tensor, "C 3"], format: str, out: Tensor, *, w2: Weights | None = None,
+                   out2: Tensor | None = None, out_row: Int32[Tensor, " P"] | None = None,
+                   max_rows: int = MAX_CHUNK_ROWS, cut: TileCut | None = None) -> Tensor:  # fmt: skip
     """The same in torch, bit for bit; `cut` means nothing here. Slow: for tests."""
     pairs = Pairs(row_of, chunks, out_row, max_rows)
     _, kd = _check(rows, pairs, w, format, out, w2, out2)

@@ -10,7 +10,7 @@ integers in ():
     q4_k q5_k  d * sum_h d8 * (sc dot) - dmin * sum_h d8 * (m sum)
     q6_k       d * sum_h d8 * (sc0 dot0 + sc1 dot1), codes -32..31
 with h = 0 first, where `sums` are the activation codes' own sums by 16. Bits above a code's first ones (q3_k's third,
-q5_k's fifth, q6_k's upper two) are a product of their own with the same columns. `tiled_ref` is the twin in torch.
+q5_k's fifth, q6_k's upper two) are a product of their own with the same columns. `ref` is the twin in torch.
 
 w: the tile's step (`storage.row_tiles`); x, d8, sums: its activations, of which `there` says whether there are any;
 zero int32: sums of nothing.
@@ -19,8 +19,8 @@ zero int32: sums of nothing.
 # (pyright takes tl.static_range for a function that never returns)
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.tensor_core import bytes_of, half_bits, halves, ld_there, mma, quad
-from moe_lab_kernels.primitives import dp2a, pair
+from moe_lab_kernels.gemv.tiled.tensor_core import bytes_of, halves, ld_there, mma, quad
+from moe_lab_kernels.primitives import dp2a, half_bits, pair
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Steps of the formats with 4 bits and more a code, for `decode_part.part`: q4_k, q5_k, q6_k, q4_0, mxfp4, nvfp4.
+"""Steps of the formats with 4 bits and more a code, for `gemv.steps.part`: q4_k, q5_k, q6_k, q4_0, mxfp4, nvfp4.
 
 A lane owns whole sub-blocks, so sub-block scales meet integer dots of 32 or 16 products, exact in int32 and in fp32:
     q4_k q5_k  4 lanes a block; lane g: values 64 g .. + 63, sub-blocks 2 g and 2 g + 1
@@ -22,7 +22,7 @@ are cut out of aligned ones. Nothing behind a row is read.
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, ue4m3_halved
-from moe_lab_kernels.gemv.decode import eight_codes
+from moe_lab_kernels.gemv.raw.steps import eight_codes
 from moe_lab_kernels.primitives import add4, dp4a, funnel
 
 

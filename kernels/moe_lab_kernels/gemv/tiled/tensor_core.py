@@ -113,9 +113,3 @@ def bytes_of(w, at):
     """The same of one byte."""
     both = tl.load(tl.max_contiguous((w + at).to(tl.pointer_type(tl.uint16), bitcast=True), [1, 1, 2, 4])).to(tl.int32)
     return both & 0xFF, both >> 8
-
-
-@jit
-def half_bits(bits):
-    """The fp16 in the low 16 bits of an int32, as fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

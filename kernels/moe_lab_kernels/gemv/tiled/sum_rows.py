@@ -29,13 +29,8 @@ class SumRows(NamedTuple):
     sums: Tensor
 
 
-def quantize_sums(
-    x: Float[Tensor, "R Kd"],
-    *,
-    out: SumRows | None = None,
-    clear: Words | None = None,
-    pdl: bool = False,
-) -> SumRows:
+def quantize_sums(x: Float[Tensor, "R Kd"], *, out: SumRows | None = None, clear: Words | None = None,
+                  pdl: bool = False) -> SumRows:  # fmt: skip
     """The rows that `gemv_tiled` reads (Triton), in `out` where it is given (`sum_rows`). clear, pdl: as in
     `quantize_lanes`. LabError when Kd is no multiple of 32, or `out` is room for other rows."""
     made = _check("quantize_sums", x, out, clear)
@@ -43,13 +38,8 @@ def quantize_sums(
     return made
 
 
-def quantize_sums_ref(
-    x: Float[Tensor, "R Kd"],
-    *,
-    out: SumRows | None = None,
-    clear: Words | None = None,
-    pdl: bool = False,
-) -> SumRows:
+def quantize_sums_ref(x: Float[Tensor, "R Kd"], *, out: SumRows | None = None, clear: Words | None = None,
+                      pdl: bool = False) -> SumRows:  # fmt: skip
     """The same in torch, bit for bit."""
     made = _check("quantize_sums", x, out, clear)
     cleared(clear)

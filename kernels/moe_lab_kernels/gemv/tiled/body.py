@@ -1,17 +1,17 @@
 """A chunk of rows times tiles of 16 weight rows on the tensor cores, in an order of additions that is written out.
 
-A row's steps (`storage.row_tiles`) go round P parts of the row in turn (`tiled_ref.parts_of`), which lie on a program's
+A row's steps (`storage.row_tiles`) go round P parts of the row in turn (`ref.parts_of`), which lie on a program's
 warps, or in a warp's registers; a part's four lanes of a weight row add what their steps give in sequence. Then lanes
-and parts are added, halves against halves. `tiled_ref` adds likewise, so bits depend on a row's own operands alone: on
+and parts are added, halves against halves. `ref` adds likewise, so bits depend on a row's own operands alone: on
 no tile, no chunk, no number of warps, no launch.
 """
 # pyright: reportGeneralTypeIssues=false
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.gemv.body import stored_as
-from moe_lab_kernels.gemv.steps_k import q2_k, q3_k, q6_k, q45_k
-from moe_lab_kernels.gemv.steps_small import q4_0, q8_0
-from moe_lab_kernels.gemv.tensor_core import touch
+from moe_lab_kernels.gemv.tiled.steps_k import q2_k, q3_k, q6_k, q45_k
+from moe_lab_kernels.gemv.tiled.steps_small import q4_0, q8_0
+from moe_lab_kernels.gemv.tiled.tensor_core import touch
 from moe_lab_kernels.primitives import offset64
 
 

@@ -1,15 +1,15 @@
 """`part`: one step of a weight format, blocks times q8_1 codes, as per-lane fp32 parts. The one list of steps.
 
-To add a format: its step in `decode` or `decode_nibbles` (raw blocks) and `steps_planar` (planes), its twin in
-`decode_ref`, its lanes in `decode_ref.lanes_of`, its name in `blocks.GEMV_FORMATS`, a line here. Nothing else in the
+To add a format: its step in `raw` (blocks as the file has them) and `planar` (planes), its twin in `ref`, its lanes in
+`ref.lanes_of`, its name in `blocks.GEMV_FORMATS`, a line here. Nothing else in the
 GEMV kernels knows a format.
 """
 # pyright: reportGeneralTypeIssues=false
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.decode import q2_k, q3_k, q8_0
-from moe_lab_kernels.gemv.decode_nibbles import mxfp4, nvfp4, q4_0, q6_k, q45_k
-from moe_lab_kernels.gemv.steps_planar import planar
+from moe_lab_kernels.gemv.planar.steps import planar
+from moe_lab_kernels.gemv.raw.steps import q2_k, q3_k, q8_0
+from moe_lab_kernels.gemv.raw.steps_nibbles import mxfp4, nvfp4, q4_0, q6_k, q45_k
 
 
 @jit

@@ -12,7 +12,8 @@ w: the tile's step; x, d8, total: activation rows; of those `there` says which a
 # pyright: reportGeneralTypeIssues=false
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.gemv.tensor_core import half_bits, halves, ld_there, mma, quad
+from moe_lab_kernels.gemv.tiled.tensor_core import halves, ld_there, mma, quad
+from moe_lab_kernels.primitives import half_bits
 
 
 @jit

@@ -1,9 +1,9 @@
-"""Steps of q2_k, q3_k and q8_0 for `decode_part.part`: blocks times q8_1 codes, as per-lane fp32 parts.
+"""Steps of q2_k, q3_k and q8_0 for `gemv.steps.part`: blocks times q8_1 codes, as per-lane fp32 parts.
 
 A step covers consecutive blocks of a row; each block is shared by a few lanes. A lane multiplies its own words of codes
 with `dp4a`, folds the sub-block scales in with `dp2a`, and only then meets a float. Lane order, the order of additions
 inside a lane and the rounding of every product are written out, so the interpreter, the compiled kernel and the torch
-reference (`decode_ref`) agree bit for bit. The integers are exact: below 2^21 in magnitude a lane.
+reference (`gemv.ref`) agree bit for bit. The integers are exact: below 2^21 in magnitude a lane.
 
 Part of one lane (d8: fp16 scale of 32 activations; a dot: integer dot over the lane's own elements):
     q2_k   d * sum_j d8_j * (sc . idot)_j - dmin * sum_j d8_j * (m . isum)_j        j = 0..3 in this order
@@ -26,7 +26,7 @@ is known of alignment. It holds for a pointer computed in the same function, not
 # (pyright takes tl.static_range for a function that never returns)
 
 from moe_lab_kernels.backend import jit, tl
-from moe_lab_kernels.primitives import add4, dp2a, dp4a, funnel, pair
+from moe_lab_kernels.primitives import add4, dp2a, dp4a, funnel, half_bits, pair
 
 
 @jit
@@ -163,9 +163,3 @@ def _half_word(at):
     """The two bytes at `at`, zero-extended to an int32."""
     half = tl.load(tl.max_contiguous(at.to(tl.pointer_type(tl.int16), bitcast=True), [1, 1, 2]))
     return half.to(tl.int32) & 0xFFFF
-
-
-@jit
-def half_bits(bits):
-    """The fp16 in the low 16 bits of an int32, as fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

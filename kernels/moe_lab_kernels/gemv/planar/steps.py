@@ -1,4 +1,4 @@
-"""Steps of weights in planes (`storage.planar_layout`) for `decode_part.part`: all nine formats that have planes.
+"""Steps of weights in planes (`storage.planar_layout`) for `gemv.steps.part`: all nine formats that have planes.
 
 A lane's codes are 16 or 32 bytes side by side: 64 consecutive values of a super-block (four lanes a block), else 32.
 Fields lie alike in every format, value 4 p + b of a word in byte b at bits w p, so a mask gives four values in a row,
@@ -11,21 +11,21 @@ lane's first 32 values, then the others; integers in ():
     q3_k q6_k   d * sum_i d8_i * (sc dot + sc dot), codes -4..3, -32..31
     q4_k q5_k   d * sum_i d8_i * (sc dot) - dmin * sum_i d8_i * (m isum)
     q8_0        (d * d8) * dot
-    q4_0 mxfp4 nvfp4: as in `decode_nibbles`
+    q4_0 mxfp4 nvfp4: as in `raw.steps_nibbles`
 Of q4_k, q5_k and the formats of the last line a lane has the values that it has of raw blocks: the bits are those of
 raw blocks.
 
 w: the weight, of `blocks` blocks; at int32 [1, B, 32]: the lane's block, counted from the weight's first; sub: lane of
-the block; x, ordered, d8, total, there: as in `decode_part.part`, of the block.
+the block; x, ordered, d8, total, there: as in `gemv.steps.part`, of the block.
 """
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # (pyright takes tl.static_range for a function that never returns)
 
 from moe_lab_kernels.backend import jit, tl
 from moe_lab_kernels.dequantize.steps import e8m0_halved, ue4m3_halved
-from moe_lab_kernels.gemv.decode import eight_codes, half_bits, minus_32
-from moe_lab_kernels.gemv.decode_nibbles import doubled_dots
-from moe_lab_kernels.primitives import add4, dp2a, dp4a, dp4a_unsigned, four_words, offset64, pair
+from moe_lab_kernels.gemv.raw.steps import eight_codes, minus_32
+from moe_lab_kernels.gemv.raw.steps_nibbles import doubled_dots
+from moe_lab_kernels.primitives import add4, dp2a, dp4a, dp4a_unsigned, four_words, half_bits, offset64, pair
 
 
 @jit

@@ -1,13 +1,10 @@
-"""What `route` is given, asked before it works: each tensor named with the shape that came and the one wanted."""
-
-import torch
+"""What routing is given, asked before it works: each tensor named with the shape that came and the one wanted."""
 
 from moe_lab._types import Tensor
 from moe_lab.checks import wants, wants_tensor
 from moe_lab.errors import LabError, LabTypeError
+from moe_lab.routing.picks import ID_DTYPES, Routing
 from moe_lab.spec import RouterSpec
-
-ID_DTYPES = (torch.int32, torch.int64)
 
 
 def check_logits(logits: Tensor, spec: RouterSpec) -> None:
@@ -75,3 +72,31 @@ def _refuse_unhashed(table: Tensor, token_ids: Tensor, width: int) -> None:
     if bool(outside.any()):
         at = int(outside.nonzero()[0])
         raise LabError(f"token_ids[{at}] is {int(token_ids[at])}, outside the hash table's 0..{table.shape[0] - 1}.")
+
+
+def refuse_affected(bad: Tensor) -> None:
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise LabError(f"row {row} of the logits holds NaN or +inf ({int(bad.sum())} of {len(bad)} rows do).")
+
+
+def check_picks(routing: Routing, num_experts: int) -> int:
+    """The width that picks of `num_experts` experts have. LabError where the routing says another E (ids beyond it
+    would be taken for zero-computation experts), and on a CPU, where the host may look, for an id that is none."""
+    if routing.num_experts is not None and num_experts != routing.num_experts:
+        raise LabError(
+            f"num_experts={num_experts}, but these picks are of a router of E={routing.num_experts} experts."
+        )
+    if routing.width is not None and num_experts > routing.width:
+        raise LabError(f"num_experts={num_experts}, but these picks are of a router of R={routing.width} scores.")
+    width = max(num_experts, routing.width or num_experts)
+    if not routing.ids.is_cuda:
+        _refuse_invalid(routing.ids, width)
+    return width
+
+
+def _refuse_invalid(ids: Tensor, width: int) -> None:
+    wrong = (ids < -1) | (ids >= width)
+    if bool(wrong.any()):
+        token, slot = (int(v) for v in wrong.nonzero()[0])
+        raise LabError(f"routing.ids[{token}, {slot}] is {int(ids[token, slot])}; wanted -1 (skip) or 0..{width - 1}.")

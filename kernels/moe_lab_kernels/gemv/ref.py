@@ -1,4 +1,4 @@
-"""`part_ref`, the torch twin of `decode_part.part`: one block's products, lane by lane, each operation rounded alike.
+"""`part_ref`, the torch twin of `steps.part`: one block's products, lane by lane, each operation rounded alike.
 
 N weight rows of Kd values, R activation rows; the formats of `blocks.GEMV_FORMATS`, raw or planar (`forms`): planes are
 given as the raw blocks that they came from.
@@ -45,7 +45,7 @@ def lanes_of(form: str, kd: int) -> Lanes:
 def part_ref(
     raw: UInt8[Tensor, "N row_bytes"], rows: Sequence[Tensor], form: str, lanes: int
 ) -> Float32[Tensor, "R N blocks lanes"]:
-    """Parts of every block's `lanes` lanes, each operation rounded as in `decode_part.part`. rows: codes int8 [R, Kd],
+    """Parts of every block's `lanes` lanes, each operation rounded as in `steps.part`. rows: codes int8 [R, Kd],
     scale and, for q4_0, total fp16 [R, Kd / 32]."""
     format = format_of(form)
     u, codes = unpack_ref(raw, format), rows[0].int()

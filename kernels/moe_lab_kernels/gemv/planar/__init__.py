@@ -1,0 +1,1 @@
+"""Weights in planes: the steps of each format."""

@@ -1,0 +1,1 @@
+"""Raw blocks: the steps of each format as the file has them."""

@@ -1,0 +1,1 @@
+"""Weights in tiles of 16 rows, on the tensor cores."""
