@@ -18,13 +18,14 @@ from moe_lab.caching.machine import speeds
 from moe_lab.caching.study import study
 from moe_lab.caching.what_if import CHANGES, Change, bounds, what_if
 from moe_lab.simulate.table import steps
-from moe_lab.stream.policy import POLICIES, make_policy
+from moe_lab.stream.policy import POLICIES, Fitted, make_policy, policy_of
 
 __all__ = [
     "CHANGES",
     "POLICIES",
     "Change",
     "Cost",
+    "Fitted",
     "agreement",
     "bounds",
     "by_popularity",
@@ -32,6 +33,7 @@ __all__ = [
     "held_out",
     "make_policy",
     "miss_ratio",
+    "policy_of",
     "previous_token",
     "speeds",
     "stack_distance",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.caching.controls import TEXT
 from moe_lab.simulate.bounds import BELADY
-from moe_lab.simulate.replay import AnyPolicy
+from moe_lab.simulate.replay import AnyPolicy, check_policies
 from moe_lab.simulate.requests import Trace, ids_of
 from moe_lab.simulate.table import capacities, frame, simulate
 
@@ -39,6 +39,7 @@ def study(
     Belady alone. LRU and Belady are added where `policies` lacks them, as gap_closed needs them (NaN where they do not
     differ). `expert_bytes`, errors: as lab.simulate.
     """
+    check_policies(policies)
     orders = trace if isinstance(trace, Mapping) else {TEXT: trace}
     rows: list[tuple[Any, ...]] = []
     for order, one in orders.items():

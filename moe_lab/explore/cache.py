@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_lab.analysis.picks import wants_trace
-from moe_lab.checks import wants_wholes
+from moe_lab.checks import wants_whole, wants_wholes
 from moe_lab.errors import LabError
 from moe_lab.explore.explorer import Explorer
 from moe_lab.explore.pair import PairExplorer
@@ -42,6 +42,7 @@ def cache(
     The first `tokens` tokens are replayed, once for each capacity and policy. LabError as lab.simulate.
     """
     wants_trace("lab.explore.cache", trace)
+    wants_whole("tokens (of lab.explore.cache)", tokens)
     if trace.tokens == 0 or tokens < 1:
         raise LabError(f"lab.explore.cache of {tokens} tokens from a trace of {trace.tokens}: wanted at least 1.")
     check_policies(policies)
@@ -96,15 +97,9 @@ def _by_layer(axes: Axes, here: dict[str, Any], policy: str) -> None:
     rows = here[policy]
     remember(axes, "cache", rows, {})
     axes.bar(range(len(rows)), rows["hit_rate"], color=OKABE_ITO[0], width=0.76, label=policy)
-    for name, mark in zip(_REFERENCES, ("_", "D"), strict=True):
-        axes.plot(
-            range(len(rows)),
-            here[name]["hit_rate"],
-            mark,
-            color="black",
-            markersize=9 if mark == "_" else 4,
-            label=name,
-        )
+    for name, mark, size in zip(_REFERENCES, ("_", "D"), (9, 4), strict=True):
+        if name != policy:  # its bars are there
+            axes.plot(range(len(rows)), here[name]["hit_rate"], mark, color="black", markersize=size, label=name)
     axes.set_xticks(range(len(rows)), [str(layer) for layer in rows["layer"]])
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
@@ -137,11 +132,9 @@ def _prefetch_frame(rows: Any) -> LabFigure:
             mine = rows[rows["predictor"] == name]
             hatch = ("", "///", "...", "xx")[i % 4]
             for axes, values in ((left, mine["miss_coverage"]), (right, 1 / mine["read_precision"])):
-                known = np.isfinite(values.to_numpy())  # nothing to cover, or nothing read, has no bar
-                at = np.flatnonzero(known) - 0.4 + (i + 0.5) * width
-                axes.bar(
-                    at, values[known], width=width, color=look["color"], hatch=hatch, edgecolor="white", label=name
-                )
+                known = np.where(np.isfinite(values), values, np.nan)  # nothing to cover, or nothing read, has no bar
+                at = np.arange(len(mine)) - 0.4 + (i + 0.5) * width
+                axes.bar(at, known, width=width, color=look["color"], hatch=hatch, edgecolor="white", label=name)
         for axes, title in ((left, "misses that were being read already"), (right, "bytes read for a byte of use")):
             axes.set_xticks(range(len(pairs)), pairs)
             axes.set_title(title, fontsize=9.5, pad=6)

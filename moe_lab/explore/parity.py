@@ -11,6 +11,7 @@ from moe_lab.errors import LabError
 from moe_lab.explore.grid import GridExplorer
 from moe_lab.layer import MoELayer
 from moe_lab.numerics.distance import error_bins
+from moe_lab.parity.stored import on
 from moe_lab.plots import parity as plot_parity
 from moe_lab.plots.style import LabFigure, plt, style
 
@@ -26,6 +27,7 @@ def parity(
     """Histogram of |a - b| / rms(b) for every pair of `arms`, on the first T of `rows(number)` [T, D] times a scale.
 
     The scale leaves a row's shape and with it every code as they are; only what fp16 makes of scales and sums changes.
+    Arms as `lab.compare` names them: "gemv", "mmq@planar", "gemv:q4_k" (the experts quantised to another format).
     Picks are those of the unscaled rows. Values that are not finite on either side are left out, and the title says how
     many. LabError as GridExplorer, and for fewer than two arms.
     """
@@ -36,7 +38,8 @@ def parity(
     @cache
     def output(count: int, name: str, number: int, scale: float) -> Tensor:
         x = rows(number)[:count]
-        return layers[number](x * scale, arms[names.index(name)], routing=layers[number].route(x)).out.cpu()
+        own, arm = on(layers[number], arms[names.index(name)])
+        return own(x * scale, arm, routing=layers[number].route(x)).out.cpu()
 
     def frame(count: int, pair: tuple[str, str], number: int, scale: float) -> LabFigure:
         a, b = (output(count, name, number, scale) for name in pair)

@@ -36,12 +36,13 @@ def buy(
     disk: Sequence[float] = (1, 2, 4),
     slots: Sequence[float] = (1, 1.5, 2),
     expert_bytes: Sequence[float] = (1, 0.75, 0.5),
-    **how: Any,
+    per_layer: bool = False,
+    step_tokens: int = 1,
 ) -> GridExplorer:
     """A faster disk, more slots, smaller experts: what a step of `trace` would take, for every combination of factors.
 
     `cost`: a model of this machine (`lab.caching.Cost.fit`). Smaller experts leave room for more in the same memory.
-    All combinations are simulated once; nothing is run. `how`: per_layer, step_tokens. LabError as lab.caching.what_if.
+    All combinations are simulated once; nothing is run. LabError as lab.caching.what_if.
     """
     for name, factors in (("disk", disk), ("slots", slots), ("expert_bytes", expert_bytes)):
         if isinstance(factors, str | bytes) or not isinstance(factors, Sequence) or not factors:
@@ -57,7 +58,7 @@ def buy(
         Change(name=_name(d, s, b), disk=d, slots=s / b, expert_bytes=b, assumes="host work and arithmetic as before")
         for d, s, b in combinations
     ]
-    table: Any = what_if(trace, cost, capacity, policy, changes, **how)
+    table: Any = what_if(trace, cost, capacity, policy, changes, per_layer=per_layer, step_tokens=step_tokens)
 
     def frame(d: float, s: float, b: float) -> Axes:
         return draw(table[table["change"].isin(("today", _name(d, s, b)))])

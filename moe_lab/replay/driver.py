@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from inspect import signature
 from itertools import zip_longest
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch
 
 from moe_lab.arms import Arm
 from moe_lab.checks import wants, wants_whole
-from moe_lab.errors import LabError
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.layer import MoELayer, Options
 from moe_lab.open import Checkpoint
 from moe_lab.replay.feeds import Feed, Given, feed_of
@@ -29,7 +30,7 @@ from moe_lab.replay.story import Story, tell
 from moe_lab.replay.watch import LEVELS, TIMED, Level, anchor_on, watching
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
-from moe_lab.stream.prediction import Successor
+from moe_lab.stream.prediction import Successor, as_prefetch, check_widths
 from moe_lab.stream.provider import StreamedExperts
 from moe_lab.system.devices import resolve_device
 from moe_lab.timing import EVENTS
@@ -46,7 +47,8 @@ TIMED_A_CALL = 24  # a device's events that one call takes, two phases of fetchi
 class Recording:
     """What a replay left: its calls, the story of its cache, and what was replayed.
 
-    `step_ms`: wall time of each step, with all that lies between the layers' calls. `digest`: SHA-256 of all outputs in
+    `step_ms`: wall time of each step, with all that lies between the layers' calls: its rows' wall_ms and between_ms,
+    added up. `digest`: SHA-256 of all outputs in
     order where it was asked for. `anchor`: on a GPU at level 2 and above, an event and the host's time (ns) when it had
     happened. `profile`: torch's profiler at level 3. `shares`: the slots that each layer could use.
     """
@@ -100,6 +102,9 @@ def replay(
     takes no times but the wall's, 1 host times and what the cache did, 2 also a GPU's events, 3 also torch's profiler,
     "S" waits for the device at each phase's end, which destroys all overlap. More options: `moe_lab.replay.run`.
     """
+    if unknown := [name for name in how if name not in signature(run).parameters]:
+        known = ", ".join(name for name, one in signature(run).parameters.items() if one.kind is one.KEYWORD_ONLY)
+        raise LabTypeError(f"lab.replay takes no {unknown[0]!r}; it takes {known}.")
     about: dict[str, Any] = {"arm": arm, "cache": cache, "options": options, "level": level, **how}
     return run(ckpt, trace_or_activations, **about).table
 
@@ -132,6 +137,7 @@ def run(
     """
     asked: dict[str, Any] = {"layers": layers, "tokens": tokens, "step_tokens": step_tokens, "seed": seed}
     drive = prepare(ckpt, given, arm=arm, cache=cache, options=options, device=device, forecast=forecast, **asked)
+    wants("log", log, (EventLog, NoneType), "an EventLog, or None")
     drive.log = EventLog(wants_whole("most_events", most_events, 1)) if log is None else log
     drive.digest = sha256() if digest else None
     check_level(level)
@@ -172,7 +178,10 @@ def prepare(
     """A replay ready for its first step; arguments as `run` takes them, `asked` goes to `feed_of`."""
     wants("ckpt", ckpt, Checkpoint, "an open checkpoint, as lab.open makes it")
     wants("cache", cache, (ExpertCache, NoneType), "an ExpertCache, or None: all experts resident")
+    wants("options", options, (Options, NoneType), "moe_lab.Options, or None")
     wants("forecast", forecast, (RoutingTrace, NoneType), "a RoutingTrace of the tokens that are replayed, or None")
+    if options is not None:
+        check_widths(as_prefetch(options.prefetch), ckpt.moe_layers)
     where = resolve_device(device)
     feed = feed_of(ckpt, given, device=where, **asked)
     made = _layers(ckpt, feed.layers, where, cache)
@@ -225,20 +234,31 @@ class Drive:
         """Every layer once, and the wait for the device."""
         self.log.step = number
         if self.device.type == "cuda" and (events := EVENTS.get()) is not None:
-            events.fill(TIMED_A_CALL * len(self.layers), torch.cuda.current_stream(self.device))
+            stream = torch.cuda.current_stream(self.device)
+            events.fill(TIMED_A_CALL * len(self.layers), stream)
+            stream.synchronize()  # a hundred events recorded before the step are not work of its first call
         options = replace(self.options, sync_timing=True) if level == "S" else self.options
+        outs: list[torch.Tensor] = []
         begin, busy = time.perf_counter_ns(), time.thread_time_ns()
+        last = begin
         for place, layer in enumerate(self.feed.layers):
             if self.ahead is not None and place + 1 < len(self.feed.layers):
                 self.ahead(number, self.feed.layers[place + 1])
-            self._call(number, layer, options)
+            outs.append(self._call(number, layer, options, last))
+            last = self.calls[-1].end_ns
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.calls[-1] = replace(self.calls[-1], drained_ns=time.perf_counter_ns())
-        self.step_ms.append((time.perf_counter_ns() - begin) / 1e6)
-        self.busy_ms.append((time.thread_time_ns() - busy) / 1e6)
+            last = time.perf_counter_ns()
+            self.calls[-1] = replace(self.calls[-1], drained_ns=last)
+        busy, end = time.thread_time_ns() - busy, time.perf_counter_ns()
+        self.calls[-1] = replace(self.calls[-1], between_ns=self.calls[-1].between_ns + end - last)
+        self.step_ms.append((end - begin) / 1e6)
+        self.busy_ms.append(busy / 1e6)
+        if self.digest is not None:
+            for out in outs:  # outside the clock: it brings the outputs to the host
+                self.digest.update(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
-    def _call(self, step: int, number: int, options: Options) -> None:
+    def _call(self, step: int, number: int, options: Options, last_ns: int) -> torch.Tensor:
         moe = self.layers[number]
         x, routing = self.feed.x(step, number), self.feed.routing(step, moe)
         usage, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time_ns()
@@ -247,9 +267,9 @@ class Drive:
         end = time.perf_counter_ns()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - usage.ru_majflt
         cpu = time.process_time_ns() - cpu
-        self.calls.append(Call(step, number, begin, end, y.timing, cpu_ns=cpu, major_faults=faults))
-        if self.digest is not None:
-            self.digest.update(y.out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        about: dict[str, int] = {"cpu_ns": cpu, "major_faults": faults, "between_ns": begin - last_ns}
+        self.calls.append(Call(step, number, begin, end, y.timing, **about))
+        return y.out
 
 
 def _forecast(forecast: RoutingTrace, feed: Feed, layers: dict[int, MoELayer]) -> Callable[[int, int], None]:

@@ -77,7 +77,7 @@ def feed_of(
     lacks, and where nothing is left to replay.
     """
     wants_whole("step_tokens", step_tokens, 1)
-    wants_whole("seed", seed, 0)
+    wants_whole("seed", seed, 0, 2**63 - 1)
     if not ckpt.moe_layers:
         raise LabError(f"{ckpt.path} holds no MoE layer: there is nothing to replay.")
     assert ckpt.spec is not None

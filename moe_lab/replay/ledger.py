@@ -14,7 +14,7 @@ Every background read has exactly one class:
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.replay.story import Read, Request, Story
+from moe_lab.replay.story import Read, Request, Story, Told, story_of
 from moe_lab.simulate.table import frame
 from moe_lab.stream.events import MISS, NONE
 
@@ -35,10 +35,11 @@ def classify(story: Story) -> dict[int, str]:
     return {read.name: _fate(read, story, missed) for read in story.reads.values() if read.ahead and read.queued_ns}
 
 
-def ledger(story: Story) -> "pd.DataFrame":
+def ledger(recording: Story | Told) -> "pd.DataFrame":
     """A row a background read, columns `COLUMNS`, in the order in which they were queued. Times in us, NaN where they
-    do not apply; pushed_out_*: the expert whose slot it took, -1 for none.
+    do not apply; pushed_out_*: the expert whose slot it took, -1 for none. Takes a Recording or its story.
     """
+    story = story_of(recording, "replay.ledger")
     fates = classify(story)
     rows = []
     for read in sorted((story.reads[name] for name in fates), key=lambda read: read.queued_ns):
@@ -48,10 +49,12 @@ def ledger(story: Story) -> "pd.DataFrame":
     return frame(rows, COLUMNS)
 
 
-def summary(story: Story) -> "pd.DataFrame":
+def summary(recording: Story | Told) -> "pd.DataFrame":
     """A row a layer that was predicted for, columns `SUMMARY`; `named`: experts named a step (mean), `recall`: recall@p
-    at that width over the steps that predicted. NaN where there is nothing to divide by.
+    at that width over the steps that predicted. NaN where there is nothing to divide by. Takes a Recording or its
+    story.
     """
+    story = story_of(recording, "replay.summary")
     table = ledger(story)
     named = _named(story)
     requests = story.requests_of()

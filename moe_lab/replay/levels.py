@@ -1,7 +1,8 @@
 """What the record itself costs: the same steps at every level, interleaved step by step.
 
 A round runs all tokens once; in each round every token has another level (a Latin square), so after as many rounds as
-levels each token was run at each of them, through one cache whose contents at a token are the same in all rounds.
+levels each token was run at each of them, through one cache whose contents at a token are the same in all rounds; every
+other square runs the levels backwards.
 overhead = median over pairs of (step at the level) / (the same token's step at level 0) - 1; low, high: the order
 statistics of the pairs that hold the median in 95 of 100 cases, whatever its distribution (binomial). Twice: for the
 wall, and for processor time of the calling thread (busy), which other programs on the machine disturb less. Where both
@@ -70,7 +71,7 @@ def overhead(
         drive.log = EventLog(1 << 14)
         for number in range(-1, squares * len(levels)):  # the first round warms up
             for step in range(drive.feed.steps):
-                level = 0 if number < 0 else levels[(step + number) % len(levels)]
+                level = 0 if number < 0 else levels[_turn(step, number, len(levels))]
                 with watching(level, cache, drive.log):
                     drive.step(step, level)
                 if number >= 0:
@@ -82,6 +83,12 @@ def overhead(
     base = _pairs(times[0])
     rows = [(*_row(n, _pairs(times[n]), base), *_accounted(noted[n], dear[n], base)) for n in levels]
     return frame(rows, COLUMNS)
+
+
+def _turn(step: int, number: int, levels: int) -> int:
+    """Whose turn a step is in a round. Every other square runs the levels backwards, so that no level always comes
+    behind the same one: a step leaves the next one warm or cold caches."""
+    return (step + number if number // levels % 2 == 0 else number - step) % levels
 
 
 def _stamps(drive: Drive) -> int:

@@ -7,12 +7,15 @@ Three clocks, never mixed in one column:
           demand_wait_ms   blocked for bytes or a slot (union of intervals: no instant counts twice)
           launch_ms        handing work to a GPU; 0 on a CPU, where handing over is doing
           other_ms         the rest of the call
+          between_ms       not in the call but in its step: the driver's own work since the last call or the step's
+                           begin (inputs, asking ahead for a forecast), with a step's last call also that behind it
   device  route_gpu_ms     logits, picks, plan         routed_gpu_ms   experts and the weighted sum
           shared_gpu_ms    shared expert               shared_hidden_ms  the part of it beside other device work
           h2d_ms           copies that the work stood still for after the host had gone on
   readers what the events of the cache tell
 On a CPU both are one clock, and wall = host parts + route + routed + shared - hidden. On a GPU the host parts alone add
-up to wall, and the device's columns say what went on meanwhile; NaN at level 1, which takes no device time.
+up to wall, and the device's columns say what went on meanwhile; NaN at level 1, which takes no device time. A step's
+wall_ms and between_ms add up to its step_ms, on every level.
 
 The six classic columns mean the same in every arm and on every device:
   route_ms = route_gpu + select_host, fetch_ms = plan + demand_wait + h2d, compute_ms = routed_gpu + shared_gpu - hidden
@@ -39,7 +42,7 @@ CLASSIC = ("route_ms", "fetch_ms", "compute_ms", "hits", "misses", "bytes_read")
 COLUMNS = (
     *("step", "layer", "arm", "tokens", "wall_ms"),
     *("t_host_block_ms", "route_gpu_ms", "select_host_ms", "plan_ms", "demand_wait_ms", "h2d_ms", "routed_gpu_ms"),
-    *("shared_gpu_ms", "shared_hidden_ms", "launch_ms", "other_ms"),
+    *("shared_gpu_ms", "shared_hidden_ms", "launch_ms", "other_ms", "between_ms"),
     *("hits", "misses", "late_hits", "prefetch_issued", "prefetch_useful", "prefetch_late", "prefetch_useless"),
     *("prefetch_harmful", "bytes_demand", "bytes_prefetch", "bytes_wasted", "queue_depth_p50", "queue_depth_max"),
     *("io_mode", "route_ms", "fetch_ms", "compute_ms", "bytes_read"),
@@ -55,7 +58,8 @@ EVENT_COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a layer as the driver saw it; `drained_ns`: end of the wait for the device after a step's last."""
+    """One call of a layer as the driver saw it; `drained_ns`: end of the wait for the device after a step's last;
+    `between_ns`: the driver's own work around it, outside the call."""
 
     step: int
     layer: int
@@ -65,6 +69,7 @@ class Call:
     drained_ns: int = 0
     cpu_ns: int = 0
     major_faults: int = 0
+    between_ns: int = 0
 
     @property
     def over_ns(self) -> int:
@@ -90,6 +95,7 @@ def table(calls: Sequence[Call], story: Story, level: str) -> "pd.DataFrame":
             "step": call.step, "layer": call.layer, "arm": timing.arm, "tokens": timing.tokens,
             "io_mode": timing.io_mode, "backend": timing.backend, "level": level, "submissions": timing.submissions,
             "launches": timing.launches, "cpu_ms": call.cpu_ns / 1e6, "major_faults": call.major_faults,
+            "between_ms": call.between_ns / 1e6,
         }  # fmt: skip
         rows.append(tuple(mine[name] for name in COLUMNS))
     return frame(rows, COLUMNS)

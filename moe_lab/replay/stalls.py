@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_lab.caching.distances import stack_distances
-from moe_lab.replay.story import Interval, Read, Request, Story, Use, common, length_ms, merged
+from moe_lab.checks import wants
+from moe_lab.replay.story import Interval, Read, Request, Story, Told, Use, common, length_ms, merged, story_of
 from moe_lab.simulate.bounds import Belady
 from moe_lab.simulate.table import frame
 from moe_lab.stream.events import BEGUN, HIT, IN_LINE, LATE, NONE, RESIDENT
@@ -39,11 +40,16 @@ COLUMNS = ("step", "layer", "expert", "cause", "wait_ms", "latency_ms", "queue_m
 SLOW = 3.0  # times the median read
 
 
-def stalls(story: Story, shares: Mapping[int, range]) -> "pd.DataFrame":
+def stalls(recording: Story | Told, shares: Mapping[int, range] | None = None) -> "pd.DataFrame":
     """A row for each expert that a request waited for (or could have: wait_ms 0), and one for each wait for a slot
     (expert -1); columns `COLUMNS`, times in ms. latency_ms: from asked for to in place, whoever waited; queue_ms until
-    a reader began. `shares`: the slots of each layer, as in `Recording.shares`.
+    a reader began. Takes a Recording, or its story and `shares`: the slots of each layer, as in `Recording.shares`.
     """
+    story = story_of(recording, "replay.stalls")
+    if shares is None:
+        shares = getattr(recording, "shares", None)
+    wants("shares (of replay.stalls)", shares, Mapping, "the slots of each layer, as a Recording has them")
+    assert shares is not None
     known = _Known.of(story, shares)
     rows = []
     for request in story.requests.values():

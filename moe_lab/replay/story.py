@@ -5,10 +5,12 @@ An EventLog is a flat list in order of time; a Story is the same as records. Not
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from moe_lab.stream.events import BEGUN, DEMAND, IN_LINE, NONE, PREFETCH, Kind
+from moe_lab.checks import wants
+from moe_lab.stream.events import BEGUN, DEMAND, DTYPE, IN_LINE, NONE, PREFETCH, EventLog, Kind
 from moe_lab.stream.policies.base import Key
 
 Interval = tuple[int, int]
@@ -121,8 +123,31 @@ class Story:
         return found
 
 
-def tell(events: np.ndarray, lost: int = 0) -> Story:
-    """The story of `EventLog.table()`. Events of requests and reads that began before the log are left out."""
+@runtime_checkable
+class Told(Protocol):
+    """What has a story: a Recording."""
+
+    @property
+    def story(self) -> Story:
+        """What its cache did."""
+        ...
+
+
+def story_of(given: Story | Told, who: str) -> Story:
+    """A story, or that of a recording. LabTypeError for what is neither."""
+    found = given.story if isinstance(given, Told) else given
+    wants(f"what {who} takes", found, Story, "a Recording, as moe_lab.replay.run leaves it, or its story")
+    return found
+
+
+def tell(events: np.ndarray | EventLog, lost: int = 0) -> Story:
+    """The story of an EventLog, or of its `table()`. Events of requests and reads that began before the log are left
+    out. LabTypeError for what is neither.
+    """
+    if isinstance(events, EventLog):
+        return tell(events.table(), events.lost)
+    if not isinstance(events, np.ndarray) or events.dtype != DTYPE:
+        wants("what tell takes", events, EventLog, "an EventLog or its table(); a Recording has its .story already")
     story = Story(lost=lost)
     in_line: dict[tuple[int, int], Prediction] = {}
     for _, at, kind, step, layer, expert, request, read, value in events.tolist():

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.checks import wants_path
+from moe_lab.checks import wants, wants_path, wants_whole
 from moe_lab.errors import LabError
 from moe_lab.replay.driver import Recording
 from moe_lab.replay.rows import Call
@@ -33,6 +33,10 @@ def timeline(recording: Recording, first: int = 0, last: int | None = None) -> "
     the read or copy that came last), -1 for none. `lane_kind`: "demand" or "prefetch" for reads. LabError where nothing
     was recorded there.
     """
+    wants("what replay.timeline takes", recording, Recording, "a Recording, as moe_lab.replay.run leaves it")
+    wants_whole("first", first)
+    if last is not None:
+        wants_whole("last", last)
     calls = [call for call in recording.calls if first <= call.step and (last is None or call.step <= last)]
     if not calls or recording.level == 0:
         raise LabError(f"no spans of steps {first} to {'the end' if last is None else last} in {recording!r}.")

@@ -9,6 +9,7 @@ import torch
 
 from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.events import EventLog
+from moe_lab.system.devices import current_stream
 from moe_lab.timing import EVENTS, LEVEL, EventPool
 
 Level = Literal[0, 1, 2, 3, "S"]
@@ -68,6 +69,6 @@ def anchor_on(device: torch.device) -> tuple[Any, int] | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(current_stream(device))
     event.synchronize()
     return event, time.perf_counter_ns()

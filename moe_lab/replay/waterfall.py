@@ -11,6 +11,7 @@ that came late, all other waits, the rest. The lines are the mean step
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moe_lab.checks import wants
 from moe_lab.errors import LabError
 from moe_lab.replay.driver import Recording
 from moe_lab.replay.stalls import BEHIND, PREDICTED_LATE
@@ -32,6 +33,7 @@ LINES = ("all at hand", "optimal policy, bypass", "optimal policy", "perfect pre
 def waterfall(recording: Recording) -> "pd.DataFrame":
     """A row a bar ("part", in order) and a row a bound ("line"), columns `COLUMNS`, ms a mean step. LabError for a
     recording at level 0, which has no parts."""
+    wants("what replay.waterfall takes", recording, Recording, "a Recording, as moe_lab.replay.run leaves it")
     if recording.level == 0:
         raise LabError("waterfall: level 0 records no parts; replay at level 1.")
     table: Any = recording.table

@@ -1,13 +1,14 @@
 """One policy over all requests of a trace: how many experts each request has to read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_lab.errors import LabError
+from moe_lab.checks import came
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.simulate.bounds import BELADY, BELADY_BYPASS, BOUNDS, INFINITE, Belady, BypassTable, EndlessTable
 from moe_lab.simulate.requests import Request
-from moe_lab.stream.policy import POLICIES, Policy, policy_factory, policy_name
-from moe_lab.stream.slots import SlotTable
+from moe_lab.stream.policy import POLICIES, Policy, policy_factory, policy_name, unknown_policy
+from moe_lab.stream.slots import SlotTable, introduce
 
 AnyPolicy = str | Policy | Any
 
@@ -15,6 +16,7 @@ AnyPolicy = str | Policy | Any
 def misses_of(requests: Sequence[Request], shares: Mapping[int, range], policy: AnyPolicy) -> list[int]:
     """Experts read, for each request. `shares`: the slots that each layer may use; requests must fit them."""
     tables = {share: _table(requests, shares, share, policy) for share in set(shares.values())}
+    introduce(table for table in tables.values() if isinstance(table, SlotTable))
     table_of = {layer: tables[share] for layer, share in shares.items()}
     found = []
     for request in requests:
@@ -28,12 +30,17 @@ def misses_of(requests: Sequence[Request], shares: Mapping[int, range], policy: 
 
 
 def check_policies(policies: Sequence[AnyPolicy]) -> None:
-    """LabError for an unknown name, an object that is no policy, or two policies that the rows could not tell apart."""
+    """LabError for an unknown name, an object that is no policy, or two policies that the rows could not tell apart;
+    LabTypeError for what is not several."""
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
+        one = repr(policies) if isinstance(policies, str) else ".."
+        raise LabTypeError(
+            f"policies is {came(policies)}; wanted several in a list, as in lab.simulate(trace, 24, [{one}])."
+        )
     known: dict[str, object] = {}
     for policy in policies:
         if isinstance(policy, str) and policy not in (*POLICIES, *BOUNDS):
-            names = ", ".join((*POLICIES, *BOUNDS))
-            raise LabError(f"unknown eviction policy {policy!r}; wanted {names} or an object of your own.")
+            raise unknown_policy(policy, (*POLICIES, *BOUNDS))
         bound = isinstance(policy, str) and policy in BOUNDS
         kind = policy if bound else type(policy_factory(policy)())
         name = policy_name(policy)

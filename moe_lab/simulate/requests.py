@@ -1,12 +1,13 @@
 """What a trace asks a cache for, in the engine's order: step by step, layer by layer, experts ascending."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from moe_lab.checks import wants_whole
-from moe_lab.errors import LabError
+from moe_lab.checks import came, wants_whole
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.stream.policies.base import Key
 from moe_lab.stream.slots import distinct, split_waves
 from moe_lab.trace import NO_PICK, RoutingTrace
@@ -53,7 +54,12 @@ def ids_of(trace: Trace) -> tuple[np.ndarray, tuple[int, ...], int]:
     if isinstance(trace, RoutingTrace):
         # Picks from E on are skipped: zero-computation experts have no weights, and "no pick" is the largest number.
         return trace.ids, tuple(trace.layers), trace.num_experts
-    ids = np.asarray(trace)
+    if isinstance(trace, str | os.PathLike):
+        raise LabTypeError(f"a trace is {came(trace)}: RoutingTrace.load(..) reads one.")
+    try:
+        ids = np.asarray(trace)
+    except ValueError as error:  # rows of several lengths
+        raise LabTypeError(f"a trace is {came(trace)}; wanted a RoutingTrace or whole numbers [T, L, K].") from error
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise LabError(f"a trace is a RoutingTrace or whole numbers [T, L, K], got {ids.dtype} of shape {ids.shape}.")
     if ids.shape[1] == 0:

@@ -23,7 +23,7 @@ from moe_lab.stream.packing import Packing
 from moe_lab.stream.room import allocate, check_room, locked_ring
 from moe_lab.stream.stages import Stage, Stages
 from moe_lab.stream.streams import running_on
-from moe_lab.system.devices import current_stream
+from moe_lab.system.devices import current_stream, record
 from moe_lab.workspace import POISON
 
 
@@ -283,9 +283,8 @@ class DeviceArena(_Slots):
         packing(raw, self.tensor[slot])
 
     def _event(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a reader thread that waits for it sleeps instead of spinning
-        event.record(stream)
-        return event
+        # blocking: a reader thread that waits for it sleeps instead of spinning
+        return record(self._cuda.Event(blocking=True), stream)
 
 
 def _rows(block: Tensor, rows: int, nbytes: int) -> Tensor:

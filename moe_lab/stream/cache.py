@@ -13,10 +13,12 @@ The cache changes when bytes arrive, never which expert runs. What happens betwe
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from types import NoneType
 
 import torch
 
 from moe_lab.card import byte_size, card
+from moe_lab.checks import wants, wants_number
 from moe_lab.errors import LabError
 from moe_lab.stream import journal as note
 from moe_lab.stream.access import IoMode, check_io
@@ -29,7 +31,7 @@ from moe_lab.stream.reader import ReaderPool
 from moe_lab.stream.requests import WAIT_S, Requests, weakly
 from moe_lab.stream.setup import MemoryPlan, make_fitting_arena, make_partitions, open_readers, plan_memory
 from moe_lab.stream.sizing import check_size, check_threads, slots_in
-from moe_lab.stream.slots import distinct, numbers, split_slots, split_waves
+from moe_lab.stream.slots import distinct, introduce, numbers, split_slots, split_waves
 from moe_lab.stream.source import ExpertSource
 from moe_lab.stream.verify import Verifier, Verify, check_verify
 from moe_lab.system.devices import resolve_device
@@ -160,6 +162,7 @@ class ExpertCache(Requests):
         file changed since its header was read.
         """
         where = resolve_device(device)
+        wants("source", source, ExpertSource, "where the experts come from, as ckpt.expert_source is")
         with self._lock:
             self._require_open()
             if self._source is None:
@@ -171,7 +174,7 @@ class ExpertCache(Requests):
         """Distinct experts, ascending, in groups that fit the cache at once; each expert is in exactly one."""
         with self._lock:
             self._require_bound()
-            return split_waves(distinct(experts), min(len(part.table.slots) for part in self._partitions))
+            return split_waves(distinct(numbers(experts)), min(len(part.table.slots) for part in self._partitions))
 
     def slots_for(self, layer: int) -> int:
         """Experts of `layer` that can be held at once: all slots, or the layer's share of them."""
@@ -201,6 +204,7 @@ class ExpertCache(Requests):
             raise LabError(
                 "this expert cache belongs to the process that made it (its reader threads do not survive a fork)."
             )
+        wants_number("timeout_s", timeout_s)
         lease = Lease(layer, numbers(experts), self._release, self._dropped, self._finish)
         with self._lock:
             self._require_bound()
@@ -273,6 +277,7 @@ class ExpertCache(Requests):
 
     def record(self, log: EventLog | None) -> None:
         """Note what happens from now on in `log`; None ends it."""
+        wants("log", log, (EventLog, NoneType), "an EventLog, or None to end it")
         self._journal.log = log
 
     @property
@@ -324,6 +329,7 @@ class ExpertCache(Requests):
         about = (source, arena, pool, weakly(self), make, reading.request_bytes, verifier, self._journal)
         by_share = make_partitions(list(shares.values()), *about)
         self._partitions = list(by_share.values())
+        introduce(part.table for part in self._partitions)
         self._by_layer = {layer: by_share[share] for layer, share in shares.items()}
         self._pool, self._verifier, self._io_mode = pool, verifier, readers[0].io_mode
         self._plan_of_memory = plan_memory(source, slots, threads, arena.buffers, device, readers[0].io_mode)

@@ -18,7 +18,7 @@ from moe_lab.stream import journal as note
 from moe_lab.stream.arena import DeviceArena, HostArena
 from moe_lab.stream.entry import Entry, Hold, read_error
 from moe_lab.stream.events import DEMAND, HIT, LATE, MISS, NONE, PREFETCH
-from moe_lab.stream.jobs import AHEAD_BYTES, JOB_BYTES, REQUEST_BYTES, GivenUp, Job, Piece, cut, split_jobs
+from moe_lab.stream.jobs import JOB_BYTES, REQUEST_BYTES, GivenUp, Job, Piece, cut, split_jobs
 from moe_lab.stream.journal import Journal, reader_number
 from moe_lab.stream.policy import Key
 from moe_lab.stream.slots import SlotTable
@@ -242,8 +242,7 @@ class Partition:
         ]
         ahead = entry.holds == {self._ahead}
         most = max(JOB_BYTES, self._request_bytes)
-        small, each = (AHEAD_BYTES, most) if ahead else (most, JOB_BYTES)
-        groups = split_jobs(cut(pieces, small), each) if spread else [pieces]
+        groups = split_jobs(cut(pieces, most), JOB_BYTES) if spread else [pieces]
         done = self._done(entry, stage, len(groups))
         begin = self._journal.starting(entry, stage.wait_writable)
         jobs = [Job(group, done, begin, background=ahead) for group in groups]

@@ -16,8 +16,8 @@ from moe_lab.stream.joined import Readable
 REQUEST_BYTES = 4 << 20
 # A hand-over to a thread costs 13-20 us (two cores, Python 3.11); for less than this it would rival the read.
 JOB_BYTES = 1 << 20
-# A piece read in the background: after each the reader looks whether somebody waits, or nobody wants the rest. Four
-# threads then have 1 MiB under way when the picks come, half a millisecond of a disk of 2 GB/s.
+# What is read in the background at once: behind it the reader looks whether somebody waits, or nobody wants the rest.
+# Four threads then have 1 MiB under way when the picks come, half a millisecond of a disk of 2 GB/s.
 AHEAD_BYTES = 256 << 10
 CUT_BYTES = 4096  # requests end where a block of any disk does, so that none is read twice
 
@@ -60,6 +60,20 @@ class Job:
         """Bytes read so far."""
         return sum(piece.into.nbytes for piece in self.pieces[: self.at])
 
+    def next_piece(self) -> Piece:
+        """The piece at `at`: whole where somebody waits for it, else about AHEAD_BYTES of it, its rest as another.
+
+        Cut here and not beforehand, so that what is promoted is read on in whole requests. In pieces of 256 KiB 14
+        experts of 12 MiB took 613 reads and 95 ms of waiting, like this 122 and 74 (eight threads, 2.4 GB/s).
+        """
+        piece = self.pieces[self.at]
+        if self.background and piece.into.nbytes > AHEAD_BYTES + CUT_BYTES:
+            take = _first_bytes(piece.offset, AHEAD_BYTES, CUT_BYTES)
+            rest = Piece(piece.offset + take, piece.into[take:], piece.tensor, piece.request_bytes)
+            piece = Piece(piece.offset, piece.into[:take], piece.tensor, piece.request_bytes)
+            self.pieces = [*self.pieces[: self.at], piece, rest, *self.pieces[self.at + 1 :]]
+        return piece
+
 
 class GivenUp(Exception):
     """What a job that was stopped between two pieces ends with."""
@@ -89,12 +103,17 @@ def cut_range(offset: int, view: memoryview, most_bytes: int, unit: int = CUT_BY
     """
     requests = []
     while view.nbytes > most_bytes + unit:
-        end = (offset + most_bytes) // unit * unit
-        take = end - offset if end > offset else most_bytes
+        take = _first_bytes(offset, most_bytes, unit)
         requests.append((offset, view[:take]))
         offset, view = offset + take, view[take:]
     requests.append((offset, view))
     return requests
+
+
+def _first_bytes(offset: int, most_bytes: int, unit: int) -> int:
+    """How much of a longer range one request takes: it ends at a multiple of `unit`, where there is one."""
+    end = (offset + most_bytes) // unit * unit
+    return end - offset if end > offset else most_bytes
 
 
 def split_jobs(pieces: Iterable[Piece], at_least: int = JOB_BYTES) -> list[list[Piece]]:

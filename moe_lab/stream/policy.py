@@ -6,12 +6,13 @@ keys (layer, expert) and nothing about bytes, slots or threads. Your own class w
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from moe_lab.errors import LabError, LabTypeError
 from moe_lab.protocols import check_new_name, check_object
 from moe_lab.stream.policies.base import Key, Policy, PolicyExtras
+from moe_lab.stream.policies.fitted import Fitted
 from moe_lab.stream.policies.lfu import LFU, LFUDA, LFUDecay
 from moe_lab.stream.policies.lru import LRU
 from moe_lab.stream.policies.predicted import Predicted
@@ -97,9 +98,17 @@ def _number(text: str) -> int | float | None:
     return int(value) if value.is_integer() else value
 
 
+def unknown_policy(name: str, known: Iterable[str] = POLICIES) -> LabError:
+    """The error for a name that is none of `known`; with options behind it, it says who reads those."""
+    if name.partition(":")[0] in POLICIES:
+        fix = f"options come with an object: lab.caching.policy_of({name!r})."
+        return LabError(f"unknown eviction policy {name!r}; {fix}")
+    return LabError(f"unknown eviction policy {name!r}; wanted {', '.join(known)} or an object of your own.")
+
+
 def _named(name: str) -> type:
     if name not in POLICIES:
-        raise LabError(f"unknown eviction policy {name!r}; wanted {', '.join(POLICIES)} or your own object.")
+        raise unknown_policy(name)
     return POLICIES[name]
 
 
@@ -154,6 +163,7 @@ __all__ = [
     "LRU",
     "POLICIES",
     "S3FIFO",
+    "Fitted",
     "Key",
     "LFUDecay",
     "Policy",
@@ -167,4 +177,5 @@ __all__ = [
     "policy_factory",
     "policy_name",
     "policy_of",
+    "unknown_policy",
 ]

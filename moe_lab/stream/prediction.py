@@ -5,7 +5,7 @@ the plan's read-back). Hidden rows change little from layer to layer, so the gue
 it is differs by layer, and so may its width. It changes when bytes arrive, never which expert runs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from moe_lab._types import Float, Int32, Tensor
 from moe_lab.block import router_logits
 from moe_lab.checks import wants_whole
-from moe_lab.errors import LabTypeError
+from moe_lab.errors import LabError, LabTypeError
 from moe_lab.routing import route
 from moe_lab.spec import MoESpec, RouterSpec
+from moe_lab.system.devices import current_stream
 from moe_lab.weights import RouterWeights
 
 MOST_TOKENS = 8
@@ -73,6 +74,15 @@ def as_prefetch(given: Any) -> int | Widths:
             f"Options.prefetch is {given!r}; wanted a width k' >= 0, a sequence of widths or a mapping layer -> width."
         )
     return wants_whole("Options.prefetch", given, 0)
+
+
+def check_widths(prefetch: int | Widths, layers: Collection[int]) -> None:
+    """LabError where a width above 0 is for a layer that is none of the MoE `layers`: nothing would be read for it."""
+    if not isinstance(prefetch, int) and (lost := [n for n, width in prefetch.items() if width and n not in layers]):
+        raise LabError(
+            f"Options.prefetch has a width for layer {lost[0]}, which is no MoE layer of the model; "
+            f"it has {', '.join(map(str, layers))}."
+        )
 
 
 def width_of(prefetch: int | Widths, layer: int) -> int:
@@ -147,7 +157,7 @@ class Guess:
             self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._ids.copy_(ids, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(current_stream(ids.device))  # not of the current GPU, which may be another
 
     def read(self) -> list[int]:
         """Distinct experts, likeliest first: all tokens' first picks, then their second ones. Behind the plan's

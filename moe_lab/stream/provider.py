@@ -33,20 +33,11 @@ class Fetched(NamedTuple):
     blocked: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResidentExperts:
-    """All E experts in memory; slot = expert id. Fetching is free and counts nothing."""
+class InStack:
+    """Experts in the slots of one stack [S, ..] that stays: what follows from it."""
 
+    __slots__ = ()
     stack: ExpertStack
-    table: DeviceTable = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "table", DeviceTable.identity(len(self.stack.up), self.stack.up.device))
-
-    @classmethod
-    def of(cls, gate: Laid | None, up: Laid, down: Laid, biases: ExpertBiases | None = None) -> "ResidentExperts":
-        """Stack [E, F, D] (None: experts without a gate), [E, F, D], [E, D, F], all in one layout."""
-        return cls(ExpertStack(gate, up, down, {e: e for e in range(len(up))}, biases))
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -65,8 +56,24 @@ class ResidentExperts:
 
     @property
     def slots(self) -> int:
-        """Experts that fit at once: all of them."""
+        """Experts that fit at once: S."""
         return len(self.stack.up)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentExperts(InStack):
+    """All E experts in memory; slot = expert id. Fetching is free and counts nothing."""
+
+    stack: ExpertStack
+    table: DeviceTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", DeviceTable.identity(len(self.stack.up), self.stack.up.device))
+
+    @classmethod
+    def of(cls, gate: Laid | None, up: Laid, down: Laid, biases: ExpertBiases | None = None) -> "ResidentExperts":
+        """Stack [E, F, D] (None: experts without a gate), [E, F, D], [E, D, F], all in one layout."""
+        return cls(ExpertStack(gate, up, down, {e: e for e in range(len(up))}, biases))
 
     @property
     def complete(self) -> bool:

@@ -179,7 +179,7 @@ class ReaderPool:
                     return GivenUp()
                 if job.background and self._lays_aside(job):
                     return _LATER
-                read_piece(file, job.pieces[job.at])
+                read_piece(file, job.next_piece())
                 job.at += 1
         except Exception as error:
             return error

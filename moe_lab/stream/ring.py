@@ -20,6 +20,9 @@ from typing import Any
 
 _SETUP, _ENTER = 425, 426  # the same numbers on every machine Linux runs on
 _GETEVENTS, _READ, _SINGLE_MMAP = 1, 22, 1
+# One thread hands in and collects (SINGLE_ISSUER), and it is woken once for all that it waits for, not by each request
+# that ends (DEFER_TASKRUN); Linux before 6.1 knows neither.
+_QUIET = 1 << 12 | 1 << 13
 _SQES = 0x10000000  # where the map of requests begins; that of the two rings begins at 0
 _ENTRY, _DONE = struct.Struct("<BBHiQQIIQ24x"), struct.Struct("<QiI")
 _WORD = 0xFFFFFFFF  # counters run on and wrap
@@ -39,8 +42,11 @@ class Ring:
     """One thread's. OSError where the system has no io_uring or refuses it, as many containers do."""
 
     def __init__(self) -> None:
-        told = (ctypes.c_uint32 * 30)()
-        self._fd = int(_syscall()(_SETUP, MOST, told))
+        for flags in (_QUIET, 0):
+            told = (ctypes.c_uint32 * 30)(0, 0, flags)
+            self._fd = int(_syscall()(_SETUP, MOST, told))
+            if self._fd >= 0 or ctypes.get_errno() != errno.EINVAL:
+                break
         if self._fd < 0:
             raise _error()
         self.close = weakref.finalize(self, os.close, self._fd)

@@ -4,7 +4,7 @@ The live cache and the simulator run this same code, so their counters agree by 
 distinct keys that must be resident at once: the hits are pinned first, only then are victims chosen among the rest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import index
 from typing import TypeVar
@@ -57,6 +57,7 @@ class SlotTable:
     def __init__(self, slots: Iterable[int], policy: Policy) -> None:
         self.slots = tuple(slots)
         self.policy = policy
+        self.told: tuple[Callable[[Sequence[Key]], None], ...] = ()  # who hears of requests besides: see `introduce`
         self.resident: dict[Key, int] = {}
         self.idle: dict[Key, None] = {}
         self.free: list[int] = list(reversed(self.slots))  # taken from the end: lowest slot first
@@ -76,6 +77,8 @@ class SlotTable:
         try:
             if (begin := getattr(self.policy, "on_request", None)) is not None:
                 begin(keys)
+            for tell in self.told:
+                tell(keys)
             for key in keys:
                 if key in self.resident:
                     self.policy.on_hit(key)
@@ -137,3 +140,11 @@ class SlotTable:
         slot = self.resident.pop(key)
         self.policy.on_evict(key)
         return slot
+
+
+def introduce(tables: Iterable[SlotTable]) -> None:
+    """Let each table's policy hear of the others' requests, if it asks to (`PolicyExtras.on_request_elsewhere`)."""
+    tables = list(tables)
+    for table in tables:
+        hooks = (getattr(other.policy, "on_request_elsewhere", None) for other in tables if other is not table)
+        table.told = tuple(hook for hook in hooks if hook is not None)

@@ -4,19 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from moe_lab.arms import ExpertStack
 from moe_lab.errors import LabError
 from moe_lab.stream.device_table import DeviceTable, absent
-from moe_lab.stream.provider import Fetched
+from moe_lab.stream.provider import Fetched, InStack
 
 Fetch = Callable[[Sequence[int]], int]
 """Brings experts into slots and both ends of the table up to date; returns the bytes it read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TableExperts:
+class TableExperts(InStack):
     """Experts in the slots of `stack` [S, ..], found through `table`. `fetch` is called with experts that are in no
     slot; without it they are an error. LabError when table and stack disagree about slots or device."""
 
@@ -37,26 +35,6 @@ class TableExperts:
             )
         if self.stack.biases is not None:
             raise LabError("experts with biases are served resident or streamed, not through a hand-made slot table.")
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """Formats of gate (where there is one), up and down."""
-        return tuple(q.format for q in self.stack.parts.values())
-
-    @property
-    def layout(self) -> str:
-        """How the experts are kept."""
-        return self.stack.layout
-
-    @property
-    def device(self) -> torch.device:
-        """Where the arena lives."""
-        return self.stack.up.device
-
-    @property
-    def slots(self) -> int:
-        """S."""
-        return len(self.stack.up)
 
     @property
     def complete(self) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moe_lab.errors import CheckpointError, LabError
@@ -23,7 +22,6 @@ from moe_lab.stream.memory_source import MemorySource
 from moe_lab.stream.pack import pack
 from moe_lab.stream.packed import PackedSource
 from moe_lab.stream.source import ExpertSource
-from tests.faults.test_streaming_life import run_script
 from tests.support.expert_files import held, wanted, write_experts
 from tests.support.faulty_disk import bound, until, usable, waiting
 
@@ -259,89 +257,6 @@ class TestLife:
                 usable(cache, mine)
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def test_an_hour_of_requests_drifts_nowhere(self, source: ExpertSource):
-        """An hour of five requests in two seconds, without the waiting: nothing grows or is lost, the sums hold."""
-        kept, rng = MemorySource(source), np.random.default_rng(0)
-        popular = rng.permutation(8)
-        asked = hits = misses = 0
-        with bound(kept, slots=6, threads=2) as cache:
-            part = cache._partitions[0]
-
-            def request() -> None:
-                nonlocal asked, hits, misses
-                experts = popular[np.minimum(rng.geometric(0.4, 2) - 1, 7)].tolist()
-                with cache.lease(kept, int(rng.integers(2)), experts) as lease:
-                    asked, hits, misses = asked + len(set(experts)), hits + lease.hits, misses + lease.misses
-
-            for _ in range(500):
-                request()
-            grown = _resident_bytes()
-            for _ in range(8_500):
-                request()
-            assert (hits, misses) == (cache.hits, cache.misses)
-            assert hits + misses == asked
-            assert cache.bytes_read == misses * kept.expert_nbytes(0)
-            assert len(part.table.resident) == len(part.entries) == len(part.table.idle) == 6
-            assert not cache._dropped
-            assert not cache._pool._urgent  # type: ignore[union-attr]
-            assert _resident_bytes() - grown < 4 << 20
-            usable(cache, kept)
-
-    def test_reading_ahead_is_part_of_what_an_interrupt_may_tear(self, tmp_path: Path):
-        out = run_script(
-            """
-            import os, random, signal, threading, time
-            source = write_experts(Path(sys.argv[1]))
-            cache = ExpertCache(slots=4, threads=2)
-            cache.bind(source, "cpu")
-            presses, caught, calls, armed = 0, 0, 0, False
-            def interrupt(*_):
-                global armed
-                if armed:
-                    armed = False
-                    raise KeyboardInterrupt
-            signal.signal(signal.SIGINT, interrupt)
-            def press():
-                global presses
-                rng = random.Random(1)
-                while presses < 200:
-                    time.sleep(rng.random() * 0.004)
-                    presses += 1
-                    os.kill(os.getpid(), signal.SIGINT)
-            presser = threading.Thread(target=press, daemon=True)
-            rng = random.Random(2)
-            presser.start()
-            while presser.is_alive():
-                try:
-                    armed = True
-                    while presser.is_alive():
-                        cache.prefetch(source, rng.randrange(2), rng.sample(range(8), 2))
-                        experts = rng.sample(range(8), 2)
-                        with cache.lease(source, rng.randrange(2), experts, timeout_s=10) as lease:
-                            calls += 1
-                            assert held(lease) == wanted(source, lease.layer, experts)
-                        if rng.random() < 0.2:
-                            cache.cancel_prefetches()
-                except KeyboardInterrupt:
-                    caught += 1
-            armed = False
-            part = cache._partitions[0]
-            deadline = time.monotonic() + 10
-            while any(entry.holds for entry in part.entries.values()):
-                assert time.monotonic() < deadline, part.entries
-                time.sleep(0.01)
-            for layer in source.layers:
-                for wave in cache.waves(range(8)):
-                    with cache.lease(source, layer, wave, timeout_s=10) as lease:
-                        assert held(lease) == wanted(source, layer, wave)
-            assert part.held == 0 and len(part.table.idle) + len(part.table.free) == 4
-            assert caught > 60 and calls > 60 and cache.read_ahead > 10, (caught, calls, cache.read_ahead)
-            print("fine")
-            """,
-            tmp_path / "x.bin",
-        )
-        assert out == "fine"
 
 
 def _refuse(error: BaseException) -> Callable[..., Any]:

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from moe_lab.errors import LabError
-from moe_lab.stream.cache import ExpertCache
 from moe_lab.stream.source import ExpertSource
 from tests.support.expert_files import held, wanted, write_experts
 from tests.support.faulty_disk import Disk, bound, together, until, usable, waiting
-
-ROOT = Path(__file__).parents[2]
+from tests.support.torn_cache import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -76,59 +71,19 @@ class TestLife:
             helper.join(20)
             assert joined == [wanted(source, 0, [1])]
 
-    def test_300_interrupts_at_any_moment_lose_no_slot(self, tmp_path: Path):
-        out = run_script(
-            """
-            import os, random, signal, threading, time
-            source = write_experts(Path(sys.argv[1]))
-            cache = ExpertCache(slots=3, threads=2)
-            cache.bind(source, "cpu")
-            presses, caught, calls, armed = 0, 0, 0, False
-            def interrupt(*_):
-                global armed
-                if armed:  # once each time, and never in this script's own bookkeeping
-                    armed = False
-                    raise KeyboardInterrupt
-            signal.signal(signal.SIGINT, interrupt)
-            def press():
-                global presses
-                rng = random.Random(1)
-                while presses < 300:
-                    time.sleep(rng.random() * 0.004)
-                    presses += 1
-                    os.kill(os.getpid(), signal.SIGINT)
-            presser = threading.Thread(target=press, daemon=True)
-            rng = random.Random(2)
-            presser.start()
-            while presser.is_alive():
-                try:
-                    armed = True
-                    while presser.is_alive():
-                        experts = rng.sample(range(8), 3)
-                        with cache.lease(source, rng.randrange(2), experts, timeout_s=10) as lease:
-                            calls += 1
-                            assert held(lease) == wanted(source, lease.layer, experts)
-                except KeyboardInterrupt:
-                    caught += 1
-            armed = False
-            for layer in source.layers:
-                for wave in cache.waves(range(8)):
-                    with cache.lease(source, layer, wave, timeout_s=10) as lease:
-                        assert held(lease) == wanted(source, layer, wave)
-            part = cache._partitions[0]
-            assert part.held == 0 and len(part.table.idle) + len(part.table.free) == 3
-            assert caught > 100 and calls > 100, (caught, calls)
-            print("fine")
-            """,
-            tmp_path / "x.bin",
-        )
-        assert out == "fine"
+    @pytest.mark.parametrize("ahead", [False, True], ids=["on-demand", "reading-ahead"])
+    def test_300_interrupts_at_any_moment_lose_no_slot(self, tmp_path: Path, ahead: bool):
+        script = f"import sys; from tests.support.torn_cache import torn; torn(sys.argv[1], 300, ahead={ahead})"
+        assert run_script(script, tmp_path / "x.bin") == "fine"
 
     def test_leaving_without_closing_ends_the_process(self, tmp_path: Path):
         begin = time.monotonic()
         out = run_script(
             """
-            import threading, time
+            import sys, threading, time
+            from pathlib import Path
+            from moe_lab.stream.cache import ExpertCache
+            from tests.support.expert_files import write_experts
             def stuck(fd, buffers, offset):
                 time.sleep(60)
                 return 0
@@ -143,21 +98,6 @@ class TestLife:
         )
         assert out == "fine"
         assert time.monotonic() - begin < 45  # starting Python and torch, and not the 60 s of the stuck read
-
-    def test_1000_caches_leave_no_thread_and_no_descriptor(self, source: ExpertSource):
-        def once(close: bool) -> None:
-            cache = ExpertCache(slots=2, threads=2)
-            cache.bind(source, "cpu")
-            cache.lease(source, 0, [1, 2]).release()
-            if close:
-                cache.close()
-
-        once(True)
-        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        for i in range(1000):
-            once(close=i % 2 == 0)  # every other one is left to the collector
-        until(lambda: threading.active_count() == threads)
-        until(lambda: len(os.listdir("/proc/self/fd")) == files)
 
     def test_closing_wakes_those_who_wait_for_a_slot(self, source: ExpertSource):
         with bound(source, slots=1) as cache, cache.lease(source, 0, [1]):
@@ -182,21 +122,3 @@ class TestLife:
             error = together(2, lambda i: cache.lease(source, 0, [1]) if i else close())[1]
             assert isinstance(error, LabError)
             assert "closed" in str(error)
-
-
-def run_script(body: str, path: Path) -> str:
-    """Run `body` in a fresh Python; its output. Fails with what it said when it fails or does not end."""
-    head = """
-    import sys
-    from pathlib import Path
-    from moe_lab.errors import CheckpointError
-    from moe_lab.stream.cache import ExpertCache
-    from tests.support.expert_files import held, wanted, write_experts
-    """
-    script = textwrap.dedent(head) + textwrap.dedent(body)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import moe_lab as lab
+from moe_lab.arms import ARMS
 from moe_lab.cli import main
 from moe_lab.cli.pack import chain
 from moe_lab.stream import calibrate
@@ -45,7 +46,8 @@ def test_pack_writes_every_expert_and_verifies(run: Shown, tmp_path: Path):
 
 def test_verify_says_what_it_read(capsys: pytest.CaptureFixture[str], packed: Path):
     assert main(["pack", str(packed), "--verify"]) == 0
-    assert "read back 192 rows of 6 layers: CRC-32 of each row, SHA-256" in capsys.readouterr().out
+    assert "read back 192 rows of 6 layers: CRC-32 of each row, SHA-256" in (out := capsys.readouterr().out)
+    assert "all are as they were written" in out
 
 
 def test_verify_of_a_broken_file_is_exit_code_1(run: Shown, packed: Path, tmp_path: Path):
@@ -142,6 +144,12 @@ def test_run_step_by_step_is_the_replay(run: Shown):
     assert sum(row["misses"] for row in rows) > 0
     assert sum(row["prefetch_issued"] for row in rows) > 0
     assert all(0 < row["compute_ms"] < row["wall_ms"] for row in rows)
+
+
+def test_the_help_of_run_names_every_arm(capsys: pytest.CaptureFixture[str]):
+    assert main(["run", "--help"]) == 0
+    said = capsys.readouterr().out.replace("│", " ").split()
+    assert {"auto", *ARMS} <= {word.strip(",.") for word in said}
 
 
 def test_run_step_by_step_tells_people_a_row_a_layer(capsys: pytest.CaptureFixture[str]):

@@ -207,14 +207,14 @@ def test_parity_explorer_runs_each_arm_once_and_names_what_is_not_finite() -> No
             ARMS["reference"].experts(x, stack, schedule, groups, y, ctx)
 
     live = explore.parity(
-        {3: layer}, lambda n: draw("gaussian", 9, 256), arms=["reference", "gemv", Counted()], tokens=(2, 9),
+        {3: layer}, lambda n: draw("gaussian", 9, 256), arms=["reference", "gemv:q4_k", Counted()], tokens=(2, 9),
         scales=(1.0, 1e30),
     )  # fmt: skip
     page = BeautifulSoup(live.to_html(), "html.parser")
     assert len(page.select("img")) == 2 * 3 * 1 * 2
     assert sorted(asked) == [(2, False), (2, True), (9, False), (9, True)]
     shown = page.select_one("img:not([hidden])")["alt"]
-    assert shown.startswith("T 9, arms reference / gemv, layer 3, scale 1: ")
+    assert shown.startswith("T 9, arms reference / gemv:q4_k, layer 3, scale 1: ")
     lost = [p["alt"] for p in page.select("img") if "scale 1e+30" in p["alt"]]
     assert all("finite" in alt for alt in lost)
     with pytest.raises(lab.LabError, match="two arms or more"):

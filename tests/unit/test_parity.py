@@ -202,7 +202,7 @@ def test_first_difference_shows_both_sides_operands(report, layer: lab.MoELayer,
     assert found.expert == int(layer.route(x).ids[first.token, found.slot])
     assert (found.a.arm, found.b.arm) == ("gemv", "mmq")
     assert found.a.value != found.b.value
-    assert len(found.a.codes) == len(found.b.codes) == len(found.weight_codes) == found.last - found.first + 1
+    assert len(found.a.codes) == len(found.b.codes) == len(found.a.weight_codes) == found.last - found.first + 1
     values = x[first.token, found.first : found.last + 1].reshape(-1, 32)
     scales = values.abs().amax(1) / 127
     assert found.a.scales == pytest.approx(scales.tolist(), rel=1e-3)
@@ -210,9 +210,9 @@ def test_first_difference_shows_both_sides_operands(report, layer: lab.MoELayer,
     assert (restored - values).abs().max() <= scales.max()
     q = layer.experts.stack.matrix("gate", found.expert)
     w = q.dequantize()[found.row, found.first : found.last + 1]
-    per = len(found.weight_codes) // len(found.weight_scales)
-    made = torch.tensor(found.weight_codes).float().reshape(-1, per) * torch.tensor(found.weight_scales)[:, None]
-    made = made - torch.tensor(found.weight_minima)[:, None]
+    per = len(found.a.weight_codes) // len(found.a.weight_scales)
+    made = torch.tensor(found.a.weight_codes).float().reshape(-1, per) * torch.tensor(found.a.weight_scales)[:, None]
+    made = made - torch.tensor(found.a.weight_minima)[:, None]
     assert made.flatten().tolist() == pytest.approx(w.tolist(), abs=1e-6)
 
 

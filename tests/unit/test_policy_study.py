@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import moe_lab as lab
-from moe_lab.stream.policy import Static
+from moe_lab.stream.policy import Fitted, Static
 
 ROOT = Path(__file__).resolve().parents[2]
 STRETCH, DOMAIN = 192, 8192
@@ -19,11 +19,19 @@ LAYERS = (0, 3)
 
 
 @pytest.fixture(scope="module")
-def trace() -> lab.RoutingTrace:
-    whole = lab.RoutingTrace.load(ROOT / "data" / "trace.parquet")
+def whole() -> lab.RoutingTrace:
+    return lab.RoutingTrace.load(ROOT / "data" / "trace.parquet")
+
+
+@pytest.fixture(scope="module")
+def trace(whole: lab.RoutingTrace) -> lab.RoutingTrace:
     starts = range(0, whole.tokens, DOMAIN)
     part = lab.analysis.tokens_of(whole, np.concatenate([np.arange(at, at + STRETCH) for at in starts]))
-    ids, weights = ({n: getattr(part, name)[:, n] for n in LAYERS} for name in ("ids", "weights"))
+    return of_layers(part)
+
+
+def of_layers(trace: lab.RoutingTrace) -> lab.RoutingTrace:
+    ids, weights = ({n: getattr(trace, name)[:, n] for n in LAYERS} for name in ("ids", "weights"))
     return lab.RoutingTrace.from_layers(ids, weights, num_experts=32, width=32)
 
 
@@ -53,6 +61,14 @@ def test_part_of_the_gap_can_be_closed(rates: pd.DataFrame):
     assert hit["belady"] - hit["lru"] > 0.1
     assert 0 < closed["lfu_decay"] < closed["predicted"] < 1
     assert closed["static"] < 0
+
+
+def test_what_is_fitted_on_other_text_closes_more_of_it(whole: lab.RoutingTrace, trace: lab.RoutingTrace):
+    """Fitted on the second half of every domain, served the stretches above, which begin the first."""
+    learnt = np.concatenate([np.arange(at, at + 1024) for at in range(DOMAIN // 2, whole.tokens, DOMAIN)])
+    fitted = Fitted.of(of_layers(lab.analysis.tokens_of(whole, learnt)))
+    closed = lab.caching.study(trace, 16, ["predicted", fitted]).set_index("policy").gap_closed
+    assert closed["predicted"] < closed["fitted"] < 1
 
 
 def test_the_previous_token_names_a_third_of_the_picks(trace: lab.RoutingTrace):

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_lab.errors import LabError
-from moe_lab.replay import ledger, stalls, summary, tell, widths
+from moe_lab.errors import LabError, LabTypeError
+from moe_lab.replay import ledger, stalls, summary, tell, timeline, waterfall, widths
 from moe_lab.replay.depth import Depth
 from moe_lab.replay.stalls import CAUSES
 from moe_lab.replay.story import common, length_ms, merged
@@ -219,6 +219,37 @@ def test_events_from_before_the_log_are_left_out():
     story = tell(log.table())
     assert story.requests == {}
     assert len(stalls(story, {})) == 0
+
+
+def test_a_log_is_told_as_its_table_is():
+    log = EventLog()
+    log.put(Kind.ASKED, 0, request=3)
+    assert tell(log) == tell(log.table())
+
+
+class OfARecording:
+    """What the readers of a story take besides: anything that has one, as a Recording does."""
+
+    story, shares = five_fates(), SHARE
+
+
+def test_a_recording_serves_where_its_story_does():
+    for read in (ledger, summary):
+        assert read(OfARecording()).equals(read(five_fates()))  # type: ignore[arg-type]
+    assert stalls(OfARecording()).equals(stalls(five_fates(), SHARE))  # type: ignore[arg-type]
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("given", [None, pd.DataFrame(), "x"], ids=["none", "table", "text"])
+@pytest.mark.parametrize("reader", [ledger, summary, stalls, tell, timeline, waterfall], ids=lambda f: f.__name__)
+def test_what_has_no_story_is_refused_by_name(reader, given: object):
+    with pytest.raises(LabTypeError, match=f"what (replay.)?{reader.__name__} takes is .*; wanted an? (Rec|EventLog)"):
+        reader(given)
+
+
+def test_a_story_alone_has_no_shares():
+    with pytest.raises(LabTypeError, match=r"shares .* is None; wanted the slots of each layer"):
+        stalls(five_fates())
 
 
 def test_the_queues_depth_is_weighed_by_time():

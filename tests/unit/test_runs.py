@@ -319,10 +319,19 @@ def test_repr_html_is_small_and_escaped() -> None:
     assert len(html) < 8000
 
 
+def test_layout_and_tiles_are_kept_and_older_runs_have_none(tmp_path: Path) -> None:
+    kept = replace(passed(), layout="planar", tiles="mmq rows=64 num_warps=4")
+    (back,) = Run.load(run(kept).save(tmp_path)).records
+    assert (back.layout, back.tiles) == ("planar", "mmq rows=64 num_warps=4")
+    older = next((Path(__file__).resolve().parents[2] / "benchmarks/results/h200").glob("*.parquet"))
+    assert json.loads(pq.read_schema(older).metadata[b"moe_lab_run"])["schema"] == 1
+    assert {(r.layout, r.tiles) for r in Run.load(older).records} == {("", "")}
+
+
 def test_metadata_is_readable_without_the_lab(tmp_path: Path) -> None:
     path = run(passed(), options={"a": 1}).save(tmp_path)
     about = json.loads(pq.read_schema(path).metadata[b"moe_lab_run"])
-    assert about["schema"] == 1
+    assert about["schema"] == 2
     assert about["environment"] == LAPTOP
     assert about["date"] == DATE
     assert pq.read_table(path, columns=["arm"]).to_pydict() == {"arm": ["gemv"]}

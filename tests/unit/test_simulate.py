@@ -197,6 +197,36 @@ def test_what_cannot_be_simulated_is_refused_with_its_numbers(how: dict, told: s
         simulate(**{"trace": np.zeros((3, 2, 1), int), **how})
 
 
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            (2, "lru"),
+            r"policies is 'lru' \(str\); wanted several in a list, as in lab.simulate\(trace, 24, \['lru'\]\)",
+        ),
+        ((["lru"], 2), "policies is 2 .*; wanted several in a list"),
+        (("lru", ["lru"]), "capacity is 'lru'"),
+        ((2, ["random_oldest:8%"]), r"options come with an object: .*policy_of\('random_oldest:8%'\)"),
+    ],
+    ids=["one-policy", "turned-round", "no-capacity", "as-a-command-writes-it"],
+)
+def test_arguments_in_another_form_are_refused_with_the_right_one(given: tuple, told: str):
+    with pytest.raises(LabError, match=told):
+        simulate(np.zeros((3, 2, 1), int), *given)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    ("trace", "told"),
+    [("data/trace.parquet", r"RoutingTrace.load\(..\) reads one"), ([[1], [1, 2]], "a list; wanted a RoutingTrace")],
+    ids=["path", "ragged"],
+)
+def test_what_is_no_trace_is_refused(trace: object, told: str):
+    with pytest.raises(LabTypeError, match=told):
+        simulate(trace, 2)  # type: ignore[arg-type]
+
+
 def test_an_object_that_is_no_policy_is_refused():
     with pytest.raises(LabTypeError, match="on_hit"):
         simulate(np.zeros((1, 1, 1), int), 1, [object()])

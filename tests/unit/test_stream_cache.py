@@ -224,6 +224,22 @@ class TestLimits:
             ExpertCache(**how)
 
     @pytest.mark.wrong_types
+    @pytest.mark.parametrize(
+        ("ask", "told"),
+        [
+            (lambda cache, source: cache.bind("x.gguf", "cpu"), "source is 'x.gguf' .*; wanted where the experts come"),
+            (lambda cache, source: cache.waves(3), "experts is 3 .*; wanted several"),
+            (lambda cache, source: cache.prefetch(source, 0, "12"), "experts is '12' .*; wanted several"),
+            (lambda cache, source: cache.lease(source, 0, [1], timeout_s=None), "timeout_s is None; wanted a number"),
+            (lambda cache, source: cache.record(3), "log is 3 .*; wanted an EventLog, or None"),
+        ],
+        ids=["source", "waves", "prefetch", "timeout", "log"],
+    )
+    def test_wrong_types_are_refused_by_name(self, source: ExpertSource, ask, told: str):
+        with bound(source, slots=2) as cache, pytest.raises(LabTypeError, match=told):
+            ask(cache, source)
+
+    @pytest.mark.wrong_types
     def test_slots_is_a_whole_number(self):
         with pytest.raises(LabTypeError, match="float"):
             ExpertCache(slots=2.5)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from moe_lab.checkpoint.rawfile import RawFile
 from moe_lab.stream import interval
 from moe_lab.stream.interval import short_switches
-from moe_lab.stream.jobs import GivenUp, Job, Piece, cut
+from moe_lab.stream.jobs import AHEAD_BYTES, GivenUp, Job, Piece, cut
 from moe_lab.stream.reader import ReaderPool
 from tests.support.faulty_disk import until
 
@@ -143,6 +143,32 @@ class TestLanes:
         assert [type(error) for error in ended] == [GivenUp]
         assert one.gate.order == [10]
         assert job.read_bytes == 1
+
+    @pytest.mark.parametrize("promoted", [False, True], ids=["a guess", "promoted"])
+    def test_a_guess_is_read_by_small_pieces_and_what_is_left_of_a_promoted_one_at_once(
+        self, tmp_path: Path, promoted: bool
+    ):
+        data, at, order, may, ended = os.urandom(4 * AHEAD_BYTES), 100, [], threading.Event(), []
+        (tmp_path / "long").write_bytes(data)
+
+        def reads(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            order.append((offset, sum(b.nbytes for b in buffers)))
+            assert may.wait(20)
+            return os.preadv(fd, buffers, offset)
+
+        into = memoryview(bytearray(3 * AHEAD_BYTES))
+        job = Job([Piece(at, into, "w")], ended.append, lambda: None, background=True)
+        pool = ReaderPool([RawFile(tmp_path / "long", reads)])
+        pool.submit([job])
+        until(lambda: order)
+        if promoted:
+            pool.promote([job])
+        may.set()
+        until(lambda: ended)
+        pool.close()
+        ends = [AHEAD_BYTES, at + into.nbytes] if promoted else [AHEAD_BYTES, 2 * AHEAD_BYTES, at + into.nbytes]
+        assert [offset + size for offset, size in order] == ends  # pieces end at blocks; no rest of 100 bytes is left
+        assert (ended, bytes(into), job.read_bytes) == ([None], data[at : at + into.nbytes], into.nbytes)
 
     def test_the_last_piece_of_what_is_given_up_is_no_less_read(self, one: Bench):
         job = one.job(10, background=True)

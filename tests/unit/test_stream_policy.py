@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.errors import LabError, LabTypeError
-from moe_lab.stream.policy import LRU, Key, Policy, make_policy, policy_factory, policy_name
+from moe_lab.stream.policy import LRU, Key, Policy, make_policy, policy_factory, policy_name, policy_of
 from moe_lab.stream.slots import SlotTable, distinct, split_slots, split_waves
 
 
@@ -143,6 +143,11 @@ class TestNaming:
     def test_unknown_name_lists_what_exists(self):
         with pytest.raises(LabError, match=r"'mru'; wanted lru"):
             make_policy("mru")
+
+    def test_for_a_name_with_options_it_says_who_reads_them(self):
+        with pytest.raises(LabError, match=r"policy_of\('random_oldest:8%'\)"):
+            make_policy("random_oldest:8%")
+        assert policy_of("random_oldest:8%").percent == 8  # type: ignore[union-attr]
 
     def test_an_object_is_used_as_it_is(self):
         mine = FirstComeFirstGone()

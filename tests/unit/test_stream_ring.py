@@ -163,3 +163,28 @@ def test_a_system_without_one_is_asked_once(monkeypatch: pytest.MonkeyPatch):
     assert ring.own_ring() is None
     monkeypatch.setattr(ring, "Ring", lambda: pytest.fail("asked again"))
     assert ring.own_ring() is None
+
+
+def test_a_kernel_that_knows_no_quiet_rings_gives_a_plain_one(path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    real = ring._syscall()
+
+    def old(number: int, *about: object) -> int:
+        if number == ring._SETUP:
+            asked.append(about[1][2])  # type: ignore[index]
+            if asked[-1]:
+                ctypes.set_errno(errno.EINVAL)
+                return -1
+        return real(number, *about)
+
+    monkeypatch.setattr(ring, "_syscall", lambda: old)
+    try:
+        made = ring.Ring()
+    except OSError:
+        pytest.skip("the system gives no io_uring")
+    assert asked == [ring._QUIET, 0]
+    into = np.zeros(4096, np.uint8)
+    with path.open("rb") as file:
+        assert made.read(file.fileno(), [(4096, into.ctypes.data, 4096)]) == [4096]
+    assert into.tobytes() == path.read_bytes()[4096:8192]
+    made.close()

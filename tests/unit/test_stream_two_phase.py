@@ -12,7 +12,7 @@ import torch
 import moe_lab as lab
 from moe_lab.arms import ARMS, Group, Schedule
 from moe_lab.errors import CheckpointError, LabError
-from moe_lab.execution import call
+from moe_lab.execution import call, state
 from moe_lab.execution.two_phase import phases
 from moe_lab.stream.events import EventLog, Kind
 from moe_lab.stream.source import ExpertSource
@@ -178,7 +178,7 @@ class TestCall:
         """A lane that, as a stream does, has not run its work before it is joined."""
         story: list[str] = []
 
-        class Lane(call.side_lane(torch.device("cpu")).__class__):
+        class Lane(state.side_lane(torch.device("cpu")).__class__):
             def fork(self) -> None:
                 story.append("fork")
 
@@ -189,15 +189,15 @@ class TestCall:
             def join(self) -> None:
                 story.append("joined")
 
-        monkeypatch.setattr(call, "side_lane", lambda device: Lane())
-        close = call.Execution._open
+        monkeypatch.setattr(state, "side_lane", lambda device: Lane())
+        close = call.Execution.open_scratch
 
-        def opened(self, user, lane=call.MAIN):
+        def opened(self, user, lane=state.MAIN):
             scratch = close(self, user, lane)
             self._held.callback(lambda: story.append(f"scratch of {user} given back"))
             return scratch
 
-        monkeypatch.setattr(call.Execution, "_open", opened)
+        monkeypatch.setattr(call.Execution, "open_scratch", opened)
         expected = ckpt.layer(LAYER)(xs[1], "gemv").out
         with lab.ExpertCache(4, threads=2) as cache:
             layer, options = ckpt.layer(LAYER, cache=cache), lab.Options(shared="side", prefetch=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_lab as lab
-from benchmarks import streamed_model
+from benchmarks import streamed_model, streamed_where
 from benchmarks.streamed_file import ROLES, SMALL, Shape, chosen, distinct_blocks, routers, write_file
 from benchmarks.streamed_inputs import inputs, predicted, wide_trace
 
@@ -76,3 +76,13 @@ def test_the_table_has_a_row_a_cell_and_equal_outputs(tmp_path: Path, monkeypatc
     assert demand["belady_misses_a_step"] <= demand["misses_a_step"] <= SMALL.layers * SMALL.top_k
     assert demand["gb_a_step"] == pytest.approx(demand["misses_a_step"] * SMALL.expert_bytes / 1e9)
     assert not (tmp_path / "streamed_model.gguf").exists()
+
+
+def test_where_a_step_goes_counts_each_instant_once():
+    found = {("driver", "cudaMemcpyAsync"): [(0.0, 1.0), (4.0, 5.0)], ("copy", "Memcpy HtoD"): [(1.0, 3.0), (2.0, 4.0)],
+             ("kernel", "kernels"): [(3.5, 5.0), (9.0, 10.0)]}  # fmt: skip
+    told = {(r["lane"], r["name"]): r for r in streamed_where.rows(found, 2)}
+    assert told["driver", "cudaMemcpyAsync"]["ms_a_step"] == 1.0
+    assert told["copy", "Memcpy HtoD"]["longest_ms"] == 2.0
+    assert told["device", "copies beside kernels"]["ms_a_step"] == 0.25
+    assert told["device", "neither"]["ms_a_step"] == 2.0

@@ -37,3 +37,6 @@ class PolicyExtras(Protocol):
 
     def on_request(self, keys: Sequence[Key]) -> None:
         """A request for these distinct keys of one layer begins: their on_hit and on_insert follow, in this order."""
+
+    def on_request_elsewhere(self, keys: Sequence[Key]) -> None:
+        """The same of a layer whose slots another policy of the cache looks after: nothing follows."""

@@ -9,27 +9,22 @@ The first term says what this text is about, the second what comes next. A predi
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
-from moe_lab.checks import wants_number, wants_whole
+from moe_lab.checks import wants_number
 from moe_lab.errors import LabError
 from moe_lab.stream.policies.base import Key
-from moe_lab.stream.policies.recency import Recency
+from moe_lab.stream.policies.scored import AMONG, Scored
 
 # On the shipped trace at 25 % of the experts memory 0.97 and weight 3 hit 0.7 points more often than decayed LFU; the
 # recent share alone (weight 0) 0.3 points more, the followers alone 2 points less.
 MEMORY, WEIGHT = 0.97, 3.0
-AMONG = 64
 
 
-class Predicted:
-    """Of the `among` longest unused candidates the one of the lowest score leaves, the longest unused among equals.
-
-    `among` bounds the time of a miss in caches of thousands. LabError unless 0 <= memory < 1 and weight >= 0.
-    """
+class Predicted(Scored):
+    """Eviction by that score; `among`: as `Scored`. LabError unless 0 <= memory < 1 and weight >= 0."""
 
     name = "predicted"
 
@@ -38,8 +33,8 @@ class Predicted:
         wants_number("weight (of predicted)", weight)
         if not 0 <= memory < 1 or not 0 <= weight < float("inf"):
             raise LabError(f"predicted: memory={memory}, weight={weight}; wanted 0 <= memory < 1 and weight >= 0.")
-        self.memory, self.weight, self.among = memory, weight, wants_whole("among (of predicted)", among, 1)
-        self._order = Recency()
+        super().__init__(among)
+        self.memory, self.weight = memory, weight
         self._layers: dict[int, _Seen] = defaultdict(_Seen)
 
     def predict(self, layer: int, experts: Sequence[int]) -> np.ndarray:
@@ -55,22 +50,7 @@ class Predicted:
             seen.learn(now, self.memory)
             seen.score = seen.recent + self.weight * self.predict(layer, now)
 
-    def on_hit(self, key: Key) -> None:
-        self._order.touch(key)
-
-    def on_insert(self, key: Key) -> None:
-        self._order.touch(key)
-
-    def on_evict(self, key: Key) -> None:
-        self._order.drop(key)
-
-    def victim(self, candidates: Collection[Key]) -> Key:
-        oldest = list(islice((key for key in self._order if key in candidates), self.among))
-        if not oldest:
-            raise LabError(f"predicted: none of {len(candidates)} candidates was ever inserted.")
-        return min(oldest, key=self._score)
-
-    def _score(self, key: Key) -> float:
+    def score(self, key: Key) -> float:
         """0 for an expert that was only guessed and that no request has named yet."""
         scores = self._layers[key[0]].score
         return float(scores[key[1]]) if key[1] < len(scores) else 0.0

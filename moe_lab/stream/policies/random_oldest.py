@@ -11,12 +11,12 @@ from collections.abc import Collection
 from moe_lab.checks import wants_number, wants_whole
 from moe_lab.errors import LabError
 from moe_lab.stream.policies.base import Key
-from moe_lab.stream.policies.recency import Recency
+from moe_lab.stream.policies.recency import InOrder
 
 PERCENT = 8.0
 
 
-class RandomOldest:
+class RandomOldest(InOrder):
     """The victim is drawn evenly from the oldest `percent` % of the candidates (at least one; so LRU in small caches).
 
     Where the drawn key is in use the next older-to-newer candidate leaves. Equal `seed` and requests, equal victims.
@@ -30,17 +30,8 @@ class RandomOldest:
         if not 0 < percent <= 100:
             raise LabError(f"random_oldest: percent is {percent}; wanted above 0 and at most 100.")
         self.percent, self.seed = percent, wants_whole("seed (of random_oldest)", seed)
+        super().__init__()
         self._random = random.Random(self.seed)
-        self._order = Recency()
-
-    def on_hit(self, key: Key) -> None:
-        self._order.touch(key)
-
-    def on_insert(self, key: Key) -> None:
-        self._order.touch(key)
-
-    def on_evict(self, key: Key) -> None:
-        self._order.drop(key)
 
     def victim(self, candidates: Collection[Key]) -> Key:
         rank = self._random.randrange(max(1, int(len(candidates) * self.percent / 100)))

@@ -60,3 +60,19 @@ class Recency:
         self._blocks = [dict.fromkeys(keys[i : i + self._block]) for i in range(0, len(keys), self._block)]
         self._block_of = {key: block for block in self._blocks for key in block}
         self._blocks.append({})
+
+
+class InOrder:
+    """The hooks of a policy that only wants to know who is there, in order of last use: `_order`."""
+
+    def __init__(self) -> None:
+        self._order = Recency()
+
+    def on_hit(self, key: Key) -> None:
+        self._order.touch(key)
+
+    def on_insert(self, key: Key) -> None:
+        self._order.touch(key)
+
+    def on_evict(self, key: Key) -> None:
+        self._order.drop(key)
