@@ -14,10 +14,12 @@ from moe_lab.parity.operands import Operands
 from moe_lab.parity.report import Difference, ParityReport
 from moe_lab.parity.setting import Mixed, Setting
 from moe_lab.parity.statistics import STATISTICS, draw, heavy_tailed, wide_layer
+from moe_lab.parity.stored import check_same, quantized
 
 __all__ = [
     "STATISTICS", "Between", "Choice", "Difference", "Mixed", "NextLayer", "Operands", "ParityReport", "Setting",
-    "attribute", "attribute_layer", "attribute_product", "between", "bits", "compare", "draw", "emulate_layer",
-    "error_map", "exact_layer", "hazards", "heavy_tailed", "nmse", "product_errors", "product_hazards",
+    "attribute", "attribute_layer", "attribute_product", "between", "bits", "check_same", "compare", "draw",
+    "emulate_layer",
+    "error_map", "exact_layer", "hazards", "heavy_tailed", "nmse", "product_errors", "product_hazards", "quantized",
     "shapley", "tail_trap", "tokens_of", "walk", "wide_layer",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Run = Callable[[frozenset[str]], Tensor]
+Exact = Tensor | Callable[[frozenset[str]], Tensor]
 Values = Callable[[frozenset[str]], np.ndarray]
 MOST = 256
 
@@ -103,28 +104,30 @@ COLUMNS = ("choice", "name", "value_a", "value_b", "differs", *NUMBERS)
 class _Runs:
     """Outputs of `run` as (NMSE against a's output, NMSE against exact), each subset run once."""
 
-    def __init__(self, run: Run, exact: Tensor, everything: frozenset[str]) -> None:
+    def __init__(self, run: Run, exact: Exact, everything: frozenset[str]) -> None:
         self._run, self._exact = run, exact
         self.base = run(frozenset())
         self.whole = self.base if not everything else run(everything)
-        self._kept = {frozenset[str](): self._of(self.base), everything: self._of(self.whole)}
+        none = frozenset[str]()
+        self._kept = {none: self._of(self.base, none), everything: self._of(self.whole, everything)}
 
     def __call__(self, subset: frozenset[str]) -> np.ndarray:
         if subset not in self._kept:
-            self._kept[subset] = self._of(self._run(subset))
+            self._kept[subset] = self._of(self._run(subset), subset)
         return self._kept[subset]
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _of(self, out: Tensor) -> np.ndarray:
-        return np.array([nmse(out, self.base), nmse(out, self._exact)])
+    def _of(self, out: Tensor, subset: frozenset[str]) -> np.ndarray:
+        exact = self._exact if isinstance(self._exact, Tensor) else self._exact(subset)
+        return np.array([nmse(out, self.base), nmse(out, exact)])
 
 
 def attribute(
     run: Run,
     choices: Sequence[Choice],
-    exact: Tensor,
+    exact: Exact,
     *,
     outputs: tuple[Tensor, Tensor] | None = None,
     most: int = MOST,
@@ -137,7 +140,8 @@ def attribute(
     against `exact` with this choice alone, `error_share`, `error_share_se` = its share of b's error minus a's; negative
     where the choice makes b better. attrs: nmse_ab, error_a, error_b, evaluated, method, and for `outputs` of the sides
     themselves apart_a and apart_b, the NMSE of what was run against them, and outputs_ab, of b's against a's.
-    `run` gives the output with a set of letters switched. Choices that do not differ have zeros, and are not run.
+    `run` gives the output with a set of letters switched, `exact` the truth for all of them, or what is true for each
+    set. Choices that do not differ have zeros, and are not run.
     """
     try:
         import pandas as pd

@@ -17,7 +17,7 @@ from moe_lab.execution.options import Options
 from moe_lab.formats import Arithmetic
 from moe_lab.layer import MoELayer
 from moe_lab.numerics.emulation import emulate
-from moe_lab.parity.setting import STORES, Mixed, Setting
+from moe_lab.parity.setting import STORES, Mixed, Setting, is_plain
 from moe_lab.routing import Routing
 from moe_lab.spec import MoESpec
 
@@ -42,8 +42,11 @@ class Emulated:
         self._arithmetic = cache(self._numbers)  # asked for once a product: a tenth of a mix's time without the cache
         self.memo: Memo = {} if memo is None else memo
 
-    def _numbers(self, format: str) -> Arithmetic:
-        """Scales folded into codes have the numbers of "integer": by one name `memo` knows them as one product."""
+    def _numbers(self, format: str) -> Arithmetic | None:
+        """Scales folded into codes have the numbers of "integer": by one name `memo` knows them as one product. None
+        for weights with which rows are multiplied as they are."""
+        if is_plain(format):
+            return None
         made = self.how.arithmetic(format)
         return replace(made, product_dtype="integer") if made.product_dtype == "int8" else made
 
@@ -84,7 +87,10 @@ class Emulated:
         def product(part: str, rows: Tensor) -> Tensor:
             if self.seen is not None:
                 self.seen[label + part, expert] = rows
-            return emulate(rows, stack.matrix(part, expert), chosen[part]).to(dtype)
+            how = chosen[part]
+            if how is None:  # fp32 as the arms have it, but for the order of adding
+                return (rows.float() @ stack.values(part, expert).T).to(dtype)
+            return emulate(rows, stack.matrix(part, expert), how).to(dtype)
 
         def made_of_x(part: str) -> Tensor:
             return self._known((label + part, expert, chosen[part], dtype), lambda: product(part, x))

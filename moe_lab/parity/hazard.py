@@ -8,7 +8,7 @@ tail trap              a prompt is cut into micro-batches; a remainder of few to
                        that 512 + 7 tokens mix both arms in one pass
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from moe_lab.layer import MoELayer
 from moe_lab.numerics.emulation import quantize_for
 from moe_lab.parity.emulated import emulate_layer
 from moe_lab.parity.layer_attribution import side
-from moe_lab.parity.setting import Setting, kind_of
+from moe_lab.parity.setting import Setting, is_plain, kind_of
 from moe_lab.parity.terms import factors, unsigned
 from moe_lab.routing import Routing
 
@@ -60,6 +60,8 @@ def underflows(rows: QuantRows, x: Float[Tensor, "R Kd"]) -> tuple[int, int]:
 
 def product_hazards(x: Float[Tensor, "R Kd"], q: QuantTensor, setting: Setting, part: str = "") -> list[tuple]:
     """Rows of `COLUMNS` for one product of rows and weights [N, Kd]: those that apply to it, with what was found."""
+    if is_plain(q.format):
+        return []
     arithmetic = setting.arithmetic(q.format)
     rows = quantize_for(x, q.format, arithmetic)
     found = []
@@ -99,21 +101,24 @@ def hazards(
     *,
     routing: Routing | None = None,
     options: Options | None = None,
+    layers: Mapping[str, MoELayer] | None = None,
 ) -> "pd.DataFrame":
     """A row for each hazard, arm and part of the layer: hazard, arm, part, count of what was found, of how many,
     factor, and what it says; counts of all experts together, the factor their mean. The tail trap has one row, by T.
+    `layers`: by an arm's name the layer that it computes with, where its experts are stored otherwise than `layer`'s.
 
     A count of 0 was looked for and not found; a hazard that cannot arise (no fp16 sums) has no row.
     """
     routing = layer.route(x) if routing is None else routing
     found: dict[tuple[str, str, str], list[tuple]] = {}
     for arm in arms:
-        setting = side(arm, x, options, layer)
+        own = layer if isinstance(arm, Setting) else (layers or {}).get(arm, layer)
+        setting = side(arm, x, options, own)
         seen: dict[tuple[str, int], Tensor] = {}
-        emulate_layer(layer, x, routing, setting, options=options, seen=seen)
+        emulate_layer(own, x, routing, setting, options=options, seen=seen)
         for (part, expert), rows in seen.items():
-            with layer.experts.lease([expert] if not part.startswith("shared") else []) as held:
-                stack = layer.shared_stack if part.startswith("shared") else held.stack
+            with own.experts.lease([expert] if not part.startswith("shared") else []) as held:
+                stack = own.shared_stack if part.startswith("shared") else held.stack
                 assert stack is not None
                 q = stack.matrix(part.removeprefix("shared "), expert)
                 for row in product_hazards(rows, q, setting, part):

@@ -3,10 +3,12 @@
 Tables are made at once; what costs more (attribution, error map, hazards) is made when it is first asked for.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_lab._types import Tensor
 from moe_lab.card import card
@@ -15,6 +17,7 @@ from moe_lab.execution.options import Options
 from moe_lab.layer import MoELayer
 from moe_lab.numerics.distance import Kind, error_bins
 from moe_lab.parity.operands import Operands
+from moe_lab.parity.stored import formats_said
 from moe_lab.routing import Routing
 
 if TYPE_CHECKING:
@@ -35,12 +38,24 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What the arms were given."""
+    """What the arms were given: `layers` by an arm's name where its experts are stored otherwise than `layer`'s;
+    `truth`, the layer whose weights errors are against, or None: each arm's own."""
 
     layer: MoELayer
     x: Tensor
     routing: Routing
     options: Options
+    layers: Mapping[str, MoELayer] = MappingProxyType({})
+    truth: MoELayer | None = None
+
+    def of(self, arm: str) -> MoELayer:
+        """The layer that an arm computes with."""
+        return self.layers.get(arm, self.layer)
+
+    def pair(self, a: str, b: str) -> tuple[MoELayer, dict[str, Any]]:
+        """Side a's layer, and what says that b has another one, or that errors are against a truth."""
+        ours, theirs = self.of(a), self.of(b)
+        return ours, {"second": None if theirs is ours else theirs, "truth": self.truth}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +63,13 @@ class ParityReport:
     """Outputs of several arms on the same rows and picks.
 
     `table`: a row a pair with arm_a, arm_b, bit_equal, equal_share (values with equal bits), max_ulp, p999_ulp (in the
-    output's dtype), nmse_ab (a against b), nmse_a and nmse_b (each against `reference`, the formula in float64 with
-    unquantised activations), flip_share (tokens whose experts in the next layer differ; NaN without `after`).
+    output's dtype), nmse_ab (a against b), nmse_a and nmse_b (each against the formula in float64 with unquantised
+    activations, and with the weights that `against` names), flip_share (tokens whose experts in the next layer differ;
+    NaN without `after`). `references`: that formula's output by arm; `reference`: the first arm's.
     `first_difference` is None when every pair is bit-equal. `checks`: a row an arm with arm, status (PASSED or
     INCORRECT, by the bounds that a benchmark goes by; UNSUPPORTED, ERROR or OOM for one that made no output and is in
-    no pair), nmse, reason, shared_arm (who took the shared expert).
+    no pair), nmse (with the weights that the arm was given, whatever the truth), reason, shared_arm (who took the
+    shared expert).
     `flips`: a row a pair and token as `lab.analysis.flips` has them, or None. `attribution`, `error_map` and `hazards`
     are made when first asked for.
     """
@@ -65,6 +82,13 @@ class ParityReport:
     checks: "pd.DataFrame"
     given: Compared
     flips: "pd.DataFrame | None" = None
+    references: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def against(self) -> str:
+        """Whose weights the formula has that nmse_a and nmse_b are taken against."""
+        truth = self.given.truth
+        return "each side's own weights" if truth is None else f"truth's weights, {formats_said(truth)}"
 
     @cached_property
     def attribution(self) -> "pd.DataFrame":
@@ -72,18 +96,18 @@ class ParityReport:
         `moe_lab.parity.attribution`. LabError where fewer than two arms have them."""
         from moe_lab.parity.layer_attribution import attribute_layer
 
-        layer, x, routing, options = self.given
         a, b = self._pair("attribution")
-        outputs = self.outputs[a], self.outputs[b]
-        return attribute_layer(layer, x, a, b, routing=routing, options=options, outputs=outputs)
+        (layer, sides), outputs = self.given.pair(a, b), (self.outputs[a], self.outputs[b])
+        return attribute_layer(layer, self.given.x, a, b, **self._how, outputs=outputs, **sides)
 
     @cached_property
     def error_map(self) -> "pd.DataFrame":
         """Error of the same two arms by part, expert and quant block of a row: see `moe_lab.parity.error_map`."""
         from moe_lab.parity.block_errors import error_map
 
-        layer, x, routing, options = self.given
-        return error_map(layer, x, self._pair("error_map"), routing=routing, options=options)
+        pair = self._pair("error_map")
+        layer, sides = self.given.pair(*pair)
+        return error_map(layer, self.given.x, pair, **self._how, **sides)
 
     @cached_property
     def hazards(self) -> "pd.DataFrame":
@@ -91,8 +115,12 @@ class ParityReport:
         from moe_lab.parity.hazard import hazards
         from moe_lab.parity.setting import known
 
-        layer, x, routing, options = self.given
-        return hazards(layer, x, [a for a in self.outputs if known(a)], routing=routing, options=options)
+        arms = [a for a in self.outputs if known(a)]
+        return hazards(self.given.layer, self.given.x, arms, **self._how, layers=self.given.layers)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"routing": self.given.routing, "options": self.given.options}
 
     def _pair(self, need: str) -> tuple[str, str]:
         from moe_lab.parity.setting import KNOWN, known
@@ -117,6 +145,7 @@ class ParityReport:
             "rows": list(self.reference.shape),
             "backend": self.backend,
             "first difference": where,
+            "nmse_a, nmse_b": f"against {self.against}",
         }
         head = ("arm_a", "arm_b", "bit_equal", "max_ulp", "nmse_ab", "nmse_a", "nmse_b")
         return card("ParityReport", facts, head=head, rows=self.table[list(head)].itertuples(index=False))

@@ -16,6 +16,7 @@ from moe_lab.formats import Arithmetic
 from moe_lab.formats.layouts import LAYOUTS
 from moe_lab.numerics.emulation import arithmetic_of
 from moe_lab.parity.attribution import Choice
+from moe_lab.parity.stored import split_weights
 from moe_lab_kernels.mmq.operands import FOLDED
 
 Kind = Literal["gemv", "mmq", "mmq_folded"]
@@ -27,21 +28,23 @@ KNOWN: dict[str, Kind] = {
 NAMES = {
     "a": "scale block", "b": "scale dtype", "c": "weight products", "d": "sums for the minimum", "e": "rounding",
     "f": "order of fp32 sums", "g": "split of the row", "h": "store points", "i": "place of the weight",
-    "j": "order of the experts", "k": "shared expert's arm",
+    "j": "order of the experts", "k": "shared expert's arm", "w": "weights' format",
 }  # fmt: skip
 FIELDS = {
     "a": ("block",), "b": ("scale_dtype",), "c": ("product_dtype",), "d": ("sum", "safe_sum", "sum_dtype"),
     "e": ("rounding",), "f": ("order",), "g": ("k_split",), "h": ("stores",), "i": ("weight_place",),
     "j": ("combine_order",), "k": ("shared_arm",),
 }  # fmt: skip
+PLAIN = ("f32", "f16", "bf16")
 STORES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def kind_of(arm: str) -> Kind | None:
     """The arithmetic that an arm's name stands for, None where it has none that can be emulated. With a layout, as
     "gemv@planar", it is the arm's: the integers are the same in every layout, and so is each of the ten choices; what
-    is left, the order in which a layout's kernel adds in fp32, moves a product by 1e-14."""
-    name, at, layout = arm.partition("@")
+    is left, the order in which a layout's kernel adds in fp32, moves a product by 1e-14. With weights, as "gemv:q4_k",
+    it is the arm's too: which choices follow from a format is `Setting.arithmetic`'s to say."""
+    name, at, layout = split_weights(arm)[0].partition("@")
     return KNOWN.get(name) if not at or layout in LAYOUTS else None
 
 
@@ -137,11 +140,22 @@ class Mixed:
         return self._layer("k")
 
 
-def choices(a: Setting, b: Setting, formats: Sequence[str], letters: Collection[str] = tuple(NAMES)) -> list[Choice]:
+def choices(
+    a: Setting, b: Setting, formats: Sequence[str], letters: Collection[str] = "abcdefghijk", *, weights: tuple = ()
+) -> list[Choice]:
     """What either side chose, letter by letter; where formats differ in it, each with its own. (k) stands among them
-    only where the sides differ in it: no numeric choice, but what else tells two arms' outputs apart."""
-    found = [Choice(c, NAMES[c], said(a, c, formats), said(b, c, formats)) for c in NAMES if c in letters]
-    return [choice for choice in found if choice.letter != "k" or choice.differs]
+    only where the sides differ in it: no numeric choice, but what else tells two arms' outputs apart. So does (w), of
+    `weights`: either side's name for what it multiplies with. Formats that leave activations as they are have none of
+    (a) to (g)."""
+    quantised = [f for f in formats if not is_plain(f)]
+    found = [Choice(c, NAMES[c], said(a, c, quantised), said(b, c, quantised)) for c in NAMES if c in letters]
+    found += [Choice("w", NAMES["w"], *weights)] if weights else []
+    return [choice for choice in found if choice.letter not in "kw" or choice.differs]
+
+
+def is_plain(format: str) -> bool:
+    """Whether weights in a format are floating-point numbers, with which every arm multiplies unquantised rows."""
+    return format in PLAIN
 
 
 def said(side: Setting, letter: str, formats: Sequence[str]) -> str:
@@ -151,7 +165,7 @@ def said(side: Setting, letter: str, formats: Sequence[str]) -> str:
     if letter in "hij":
         return str(getattr(side, FIELDS[letter][0]))
     by_format = {f: _words(letter, side.arithmetic(f)) for f in dict.fromkeys(formats)}
-    words = set(by_format.values())
+    words = set(by_format.values()) or {"none"}
     return words.pop() if len(words) == 1 else ", ".join(f"{f}: {w}" for f, w in by_format.items())
 
 

@@ -31,7 +31,7 @@ def miss_ratio(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
             rows = named[named["line"] == line].sort_values("capacity_share")
             mark = look if len(rows) <= 16 else {**look, "marker": ""}
             axes.plot(100 * rows["capacity_share"], rows["miss_ratio"], label=line, **{**mark, "markersize": 4.5})
-        axes.plot([0, 100], [1, 0], color="#8C8C8C", linewidth=0.9)
+        axes.plot([0, 100], [1, 0], color="#8C8C8C", linewidth=0.9, label="evenly drawn experts")
         axes.set_xlim(0, 102)
         axes.set_ylim(0, 1.02)
         axes.grid(True)

@@ -70,8 +70,13 @@ def _finding(pairs: "dict[str, pd.DataFrame]", kind: str) -> tuple[str, str]:
         middle = max(_median(rows) for rows in pairs.values())
         title = f"{', '.join(pairs)}: half of the values lie within {middle:,.0f} ULP"
         return title, f"Histogram of distances; the last bins are values of opposite sign. {_shares(pairs)}."
-    size = f"{worst:.0f} ULP" if kind == "ulp" else f"{worst:.1e} of the rms"
+    size = f"{worst:.0f} ULP" if kind == "ulp" else f"{_plain(worst)} of the rms"
     return f"{name}: no value is more than {size} apart", f"Histogram of distances. {_shares(pairs)}."
+
+
+def _plain(value: float) -> str:
+    """Two digits: 2.8, 0.12, 3.4e-05."""
+    return f"{value:.2g}" if value >= 0.001 else f"{value:.1e}"
 
 
 def _shares(pairs: "dict[str, pd.DataFrame]") -> str:

@@ -1,7 +1,8 @@
 """Where the time of an MoE layer went: route, fetch, compute and the rest, as stacked bars.
 
-Draws `rec.timings` (one row for each layer call). A bar is the call whose wall time is the median of its layer and
-arm: medians taken column by column would not add up to any call that happened.
+Draws `rec.timings` (one row for each layer call). A bar is the mean of the middle half of its layer's and arm's calls,
+by wall time: its parts add up to its wall, as medians taken column by column do not, and a rare wait has its share in
+it, where a single median call has all of it or none.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,19 +17,31 @@ COLUMNS = ("layer", "arm", "backend", "wall_ms", "hits", "misses", "bytes_read",
 _LABEL_SHARE = 0.06  # a number in a narrower segment would overlap its neighbours
 
 
-def median_calls(df: "pd.DataFrame") -> "pd.DataFrame":
-    """One row a (layer, arm): the call with the (lower) median wall time, its n calls' quartiles and cache totals."""
+def typical_calls(df: "pd.DataFrame") -> "pd.DataFrame":
+    """One row a (layer, arm): the mean of the calls between the quartiles of the wall time (of all where there are
+    fewer than four), n, the quartiles, and what the cache did in all n."""
     import pandas as pd
 
     rows = []
     for _, group in df.groupby(["layer", "arm"], sort=True):
-        middle = group.sort_values("wall_ms", kind="stable").iloc[(len(group) - 1) // 2].copy()
-        middle["n"] = len(group)
+        n, cut = len(group), len(group) // 4
+        calls = group.sort_values("wall_ms", kind="stable").iloc[cut : n - cut]
+        middle = calls.iloc[0].copy()
+        times = [name for name in calls if name.endswith("_ms")]
+        middle[times] = calls[times].mean()
+        middle["n"] = n
         middle["wall_p25"], middle["wall_p75"] = group["wall_ms"].quantile([0.25, 0.75])
         for counted in ("hits", "misses", "bytes_read"):
             middle[counted] = group[counted].sum()
         rows.append(middle)
     return pd.DataFrame(rows).reset_index(drop=True)
+
+
+def statistic(calls: "pd.DataFrame") -> str:
+    """What the rows of `typical_calls` are, for an axis."""
+    least, most = int(calls["n"].min()), int(calls["n"].max())
+    n = f"n = {least}" if least == most else f"n = {least} to {most}"
+    return f"mean of {'the middle half of ' * (most >= 4)}{n} calls"
 
 
 @remembers
@@ -40,7 +53,7 @@ def phases(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     is the interquartile range when a bar stands for four calls or more.
     """
     need_columns(df, COLUMNS, "phases")
-    calls = median_calls(df)
+    calls = typical_calls(df)
     with style():
         axes = ax if ax is not None else new_axes(8.4, 1.5 + 0.34 * len(calls))[0]
         limit = float(max(calls["wall_ms"].max(), calls["wall_p75"].max())) or 1.0
@@ -53,8 +66,7 @@ def phases(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         axes.invert_yaxis()
         axes.set_xlim(0, limit * 1.02)
         axes.grid(axis="x")
-        n = f"{calls['n'].min()}" if calls["n"].nunique() == 1 else f"{calls['n'].min()} to {calls['n'].max()}"
-        axes.set_xlabel(f"time of a layer call, ms (median call of n = {n}; black tick: wall clock)")
+        axes.set_xlabel(f"time of a layer call, ms ({statistic(calls)}; black tick: wall clock)")
         title, detail = _finding(calls)
         describe(axes, title, detail, legend_columns=len(PHASES))
     return axes

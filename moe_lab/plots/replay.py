@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import LabError
 from moe_lab.plots.figure import remembers
-from moe_lab.plots.phases import median_calls
+from moe_lab.plots.phases import statistic, typical_calls
 from moe_lab.plots.style import OKABE_ITO, PHASES, Axes, describe, ink_on, need_columns, new_axes, style
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ PARTS = {
     "h2d_ms": ("copy", "#D55E00", ""),
     "routed_gpu_ms": ("experts", "#009E73", "..."),
     "shared_ms": ("shared expert", "#CC79A7", ""),
-    "launch_ms": ("launch", "#8C8C8C", "++"),
+    "launch_ms": ("launch", "#4D4D4D", "++"),
     "other_ms": ("other", "#8C8C8C", "xx"),
 }
 _ON_GPU = ("t_host_block_ms", "select_host_ms", "plan_ms", "demand_wait_ms", "launch_ms", "other_ms")
@@ -43,14 +43,14 @@ _BARS = {
 def replay(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Stacked bars of a layer's call, one a (layer, arm), with the wall as a black tick. `df`: rows of `lab.replay`.
 
-    A bar is the call whose wall is the median of its layer. On a CPU the parts are all of the call; on a GPU they are
-    the host's, which add up to the wall, and the device's columns are left to the timeline.
+    A bar is the mean of the middle half of its layer's calls, by wall. On a CPU the parts are all of the call; on a GPU
+    they are the host's, which add up to the wall, and the device's columns are left to the timeline.
     """
     need_columns(df, NEEDED, "replay")
     if bool(df["other_ms"].isna().all()):
         raise LabError("lab.plot.replay: level 0 records no parts; replay at level 1.")
     every = df.assign(shared_ms=df["shared_gpu_ms"] - df["shared_hidden_ms"])
-    calls = median_calls(every)
+    calls = typical_calls(every)
     gpu = bool((calls["backend"] == "cuda").any())
     shown = {name: look for name, look in PARTS.items() if name in _ON_GPU or not gpu}
     shown = {name: look for name, look in shown.items() if float(calls[name].max()) > 0.002 * calls["wall_ms"].max()}
@@ -72,13 +72,13 @@ def replay(df: "pd.DataFrame", *, ax: Axes | None = None) -> Axes:
         )
         axes.invert_yaxis()
         axes.grid(axis="x")
-        axes.set_xlabel(f"ms of a call (median call of n = {int(calls['n'].min())}; black tick: wall clock)")
+        axes.set_xlabel(f"ms of a call ({statistic(calls)}; black tick: wall clock)")
         describe(axes, *_replay_finding(every, shown), legend_columns=len(shown))
     return axes
 
 
 def _replay_finding(calls: Any, shown: dict[str, Any]) -> tuple[str, str]:
-    """Of all calls, not of those drawn: a wait is rare, and a median call has it or has it not."""
+    """Of all calls, not of the middle half drawn: a rare wait may lie in the others."""
     total = float(calls["wall_ms"].sum())
     share = {look[0]: float(calls[name].sum()) / total for name, look in shown.items()}
     first = max(share, key=lambda name: share[name])

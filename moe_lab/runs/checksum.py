@@ -15,9 +15,10 @@ from moe_lab.runs.columns import COLUMNS, NUMBERS
 
 
 def checksum(columns: Mapping[str, Sequence[Any]], about: dict[str, Any]) -> str:
-    """SHA-256 of COLUMNS, `samples` and the metadata; None, NaN and an empty list count as different values."""
+    """SHA-256 of COLUMNS (those that there are), `samples` and the metadata; None, NaN and an empty list count as
+    different values."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in COLUMNS:
+    for name in (name for name in COLUMNS if name in columns):
         if name in NUMBERS:
             _add_numbers(digest, [value is None for value in columns[name]], columns[name])
         else:

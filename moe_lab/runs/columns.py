@@ -13,8 +13,10 @@ from moe_lab.runs.record import CASE, SIZES, Case, Record, Spread, Status
 SPREAD = ("n", "p20", "p50", "p80", "p95", "iqr")
 COLUMNS = (
     "what", *CASE, "arm", "shared_arm", "format", "backend", "metric", "unit", "status", *SPREAD,
-    "error", "error_measure", "predicted", "floor", "method", "reason",
+    "error", "error_measure", "predicted", "floor", "method", "reason", "layout", "tiles",
 )  # fmt: skip
+LATER = ("layout", "tiles")
+"""What files of schema 1 do not say: empty there."""
 WHOLE = (*SIZES, "n")
 NUMBERS = ("p20", "p50", "p80", "p95", "iqr", "error", "predicted", "floor")
 

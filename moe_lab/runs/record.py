@@ -136,7 +136,7 @@ class Record:
 
     `spread`, `predicted` and `floor` are in `unit` (s, ms, us and ns are times; a unit ending in "/s" is a rate).
     `error` is how far the result lay from the truth, `error_measure` how that was taken. `method` names clock and
-    rotation.
+    rotation. `layout`: how the experts lay; `tiles`: the kernels with the launch parameters that they ran with.
 
     PASSED holds spread, error, error_measure and method, and may hold predicted and floor. INCORRECT holds error,
     error_measure and a reason, no time. UNSUPPORTED, OOM and ERROR hold a reason. LabError for anything else.
@@ -158,6 +158,8 @@ class Record:
     floor: float | None = None
     method: str = ""
     reason: str = ""
+    layout: str = ""
+    tiles: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.case, Case) or not isinstance(self.spread, Spread | None):
@@ -198,7 +200,10 @@ class Record:
                 raise LabError(f"{self}: its {name} is {value!r}; wanted a finite number, 0 or more, or None.")
 
 
-TEXTS = ("what", "arm", "format", "backend", "shared_arm", "metric", "unit", "error_measure", "method", "reason")
+TEXTS = (
+    "what", "arm", "format", "backend", "shared_arm", "metric", "unit", "error_measure", "method", "reason", "layout",
+    "tiles",
+)  # fmt: skip
 CASE = tuple(field.name for field in fields(Case))
 
 

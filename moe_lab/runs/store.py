@@ -12,11 +12,11 @@ from typing import Any
 
 from moe_lab.errors import LabError, MissingExtra
 from moe_lab.runs.checksum import checksum
-from moe_lab.runs.columns import COLUMNS, NUMBERS, WHOLE, from_columns, to_columns
+from moe_lab.runs.columns import COLUMNS, LATER, NUMBERS, WHOLE, from_columns, to_columns
 from moe_lab.runs.record import Record
 from moe_lab.system.environment import environment
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the file's columns and metadata; a reader refuses a newer one."""
 META_KEY = b"moe_lab_run"
 CHECKSUM = "checksum"
@@ -80,11 +80,13 @@ def read(path: str | Path) -> tuple[tuple[Record, ...], dict[str, Any]]:
         metadata = (file.schema_arrow.metadata or {}).get(META_KEY)
         about = None if metadata is None else _about(metadata)
         _check_schema(path, about)
-        missing = [name for name in (*COLUMNS, "samples") if name not in file.schema_arrow.names]
+        wanted = [name for name in (*COLUMNS, "samples") if (about or {})["schema"] > 1 or name not in LATER]
+        missing = [name for name in wanted if name not in file.schema_arrow.names]
         if missing:
             raise LabError(f"{path} is a damaged run: it lacks the columns {', '.join(missing)}.")
-        columns = file.read(columns=[*COLUMNS, "samples"]).to_pydict()
+        columns = file.read(columns=wanted).to_pydict()
         _check_sum(path, columns, about or {})
+        columns = {**dict.fromkeys(LATER, [""] * len(columns["samples"])), **columns}
     except LabError:
         raise
     # What damaged bytes make pyarrow raise is nearly anything.
