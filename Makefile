@@ -31,8 +31,9 @@ test: $(VENV)/.installed-dev  ## every quick test that needs no GPU; make test A
 fuzz: $(VENV)/.installed-dev  ## damage model files 20,000 times and open them; make fuzz ARGS="--seed 7 --first 541 --cases 1"
 	@$(BIN)/python -m tests.support.file_fuzz --cases 20000 $(ARGS)
 
-sweep: $(VENV)/.installed-dev  ## decode arms in every format at every pair of widths (minutes; make test takes a quarter)
+sweep: $(VENV)/.installed-dev  ## decode arms at every pair of widths, 100 repeats in the interpreter (minutes; make test takes some)
 	@MOE_LAB_SWEEP=1 $(BIN)/python -m pytest -q tests/unit/test_decode_arms.py $(ARGS)
+	@MOE_LAB_SWEEP=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels/test_decode_repeats.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, generated files
 	@$(BIN)/ruff check . || { echo "ruff found the above; '$(BIN)/ruff check --fix .' mends some."; exit 1; }

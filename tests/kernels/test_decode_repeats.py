@@ -1,9 +1,11 @@
 """A tiny layer in the interpreter, fresh rows each time: one set of bits, whoever routes and however.
 
-Five calls a repeat, of 5 to 11 launches that take some 70 ms of processor time each: a hundred repeats would take four
-minutes. `tests/gpu/test_device_routing_gpu.py` does them in seconds; here are as many as fit into ten."""
+Five calls a repeat, of 5 to 11 launches that take some 70 ms of processor time each: a hundred repeats take minutes and
+are part of `make sweep`; `make test` does two. `tests/gpu/test_device_routing_gpu.py` does a hundred in every format.
+"""
 
 import functools
+import os
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from moe_lab.layer import MoELayer, SharedWeights
 from moe_lab.spec import MoESpec, RouterSpec, SharedSpec
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-E, K, D, F, REPEATS = 2, 1, 64, 64, 2
+E, K, D, F = 2, 1, 64, 64
+REPEATS = 100 if os.environ.get("MOE_LAB_SWEEP") else 2
+ROWS = (8, 1, 5, 2, 7, 3, 6, 4)
 FORMS = {
     "one row a chunk": Options(chunk_rows=1),
     "fused, on the device": Options(routing="device", shared="fused"),
@@ -40,7 +44,7 @@ def layer() -> MoELayer:
 def test_every_form_has_the_same_bits() -> None:
     draw = torch.Generator().manual_seed(4)
     for repeat in range(REPEATS):
-        x = torch.randn(2 + repeat, D, generator=draw).bfloat16()
+        x = torch.randn(ROWS[repeat % len(ROWS)], D, generator=draw).bfloat16()
         want = layer()(x, "gemv")
         assert want.timing.backend == "interpreter"
         assert torch.equal(layer()(x, "per_token").out, want.out), repeat
