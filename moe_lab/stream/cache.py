@@ -264,6 +264,12 @@ class ExpertCache(Requests):
             wanted = {(layer, int(expert)) for expert in experts}
             self._line.settle(layer, wanted)
             self._by_layer[layer].cancel(lambda key: key[0] == layer and key not in wanted)
+            # What was given up before a reader took it ends without a report, and its place is the next one's now.
+            try:
+                self._read_ahead()
+            except BaseException:
+                self._recover(None)
+                raise
 
     def cancel_prefetches(self) -> int:
         """Give up background reads that nobody waits for, those under way at their next piece; returns how many

@@ -122,6 +122,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.close()
 
 
+def test_what_is_given_up_unread_makes_room_for_the_next_in_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two of three guesses are dropped by the picks before a reader took them: no report follows that would go on."""
+    CacheMachine.source = write_experts(tmp_path / "x.bin", layers=LAYERS, experts=EXPERTS)  # type: ignore[attr-defined]
+    CacheMachine.patch = monkeypatch  # type: ignore[attr-defined]
+    machine = CacheMachine()
+    machine.start(seed=0, policy="lru", per_layer=False)
+    machine.guess(experts=[1, 2, 0], layer=0)
+    machine.settle(experts=[0], layer=0)
+    assert machine.cache._line.waiting() == []
+    machine.teardown()
+
+
 def check_story(log: EventLog) -> None:
     """Each read ends once, a key is never read while it is there or on its way, and time does not run backwards."""
     table = log.table()
