@@ -75,6 +75,7 @@ class RouterWeights:
 
     def check(self, spec: MoESpec) -> None:
         """LabError where these tensors and the spec disagree."""
+        wants("the router", self.weight, Tensor, "a torch tensor [R, D]")
         width, shape = spec.router.width, tuple(self.weight.shape)
         if shape != (width, spec.d_model):
             raise LabError(f"the router has shape {shape}; wanted [R, D] = [{width}, {spec.d_model}].")

@@ -48,7 +48,10 @@ def get_arm(
         return next(arm for arm in fit if refusal(arm, formats, backend, spec, layout) is None)
     if isinstance(arm, str):
         if arm not in ARMS:
-            raise LabError(f"no arm is called {arm!r}; known: auto, {', '.join(ARMS)}.")
+            laid = (
+                " A layer runs in its own layout: layer.repacked(...) or lab.open(..., layout=)." if "@" in arm else ""
+            )
+            raise LabError(f"no arm is called {arm!r}; known: auto, {', '.join(ARMS)}.{laid}")
         arm = ARMS[arm]
     check_arm(arm, ARMS)
     reason = refusal(arm, formats, backend, spec, layout)

@@ -15,6 +15,7 @@ from moe_lab.arms import ARMS, Arm, layer_tolerance
 from moe_lab.arms.guard import is_own
 from moe_lab.arms.names import split_layout
 from moe_lab.bench.laid import laid
+from moe_lab.checks import wants_tensor
 from moe_lab.errors import LabError, LabTypeError, MissingExtra
 from moe_lab.layer import MoELayer, MoEOutput, Options
 from moe_lab.numerics.distance import bits, nmse, ulp_distance
@@ -64,6 +65,7 @@ def compare(
         import pandas as pd
     except ImportError as e:
         raise MissingExtra("pandas", "lab", "lab.compare") from e
+    wants_tensor("x", x)
     asked = _asked(layer, arms, other, truth)
     routing = layer.route(x) if routing is None else routing
     layers: dict[str, MoELayer] = {}

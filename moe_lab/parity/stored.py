@@ -65,7 +65,10 @@ def named(arms: Sequence[str | Arm], other: MoELayer | None) -> list[Asked]:
     for arm in arms:
         plain, weights = split_weights(arm) if isinstance(arm, str) else (arm, "")
         if isinstance(arm, str) and ":" in arm and not weights:
-            raise LabError(f"arm {arm!r} names no weights: wanted a format, such as gemv:q4_k, or gemv:{OTHER}.")
+            raise LabError(
+                f"arm {arm!r} names no weights: wanted a format behind the arm, such as gemv:q4_k or gemv:q4_k@tiles, "
+                f"or gemv:{OTHER}."
+            )
         if weights == OTHER and other is None:
             raise LabError(f"arm {arm!r} wants a second layer: give compare other=, or name a format as in gemv:q4_k.")
         found.append(Asked(plain, weights))

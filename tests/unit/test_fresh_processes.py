@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_lab.formats import get_format
@@ -10,7 +11,7 @@ from moe_lab_kernels.backend import LaunchCount, record_launches
 from moe_lab_kernels.grouped.grouped_gemm import grouped_gate_up
 from moe_lab_kernels.grouped.operands import Weight
 from moe_lab_kernels.grouped.tiles import WorkList
-from moe_lab_kernels.launch.table import looked_up_for, table
+from moe_lab_kernels.launch.table import Entry, forget, looked_up_for, own_path, write_table
 from tests.support.fresh_process import said_thrice
 
 
@@ -20,23 +21,28 @@ def test_three_processes_agree(tmp_path: Path) -> None:
     assert [said[1] for name, said in first.items() if name.startswith("auto")] == ["gemv", "gemv"]
 
 
-def test_the_compiled_kernels_tile_is_read_off_its_launch() -> None:
+def test_the_compiled_kernels_tile_is_read_off_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a device's table says is what the launch has, and what its count says."""
-    entry = next(e for e in table("NVIDIA H200") if e.kernel == "grouped" and e.gated and "rows" in e.cut)
-    data = torch.zeros(1, entry.n, get_format(entry.format).row_bytes(entry.kd), dtype=torch.uint8)
-    x = torch.zeros(entry.tokens, entry.kd, dtype=torch.bfloat16)
-    work = WorkList(torch.tensor([[0, 0, entry.tokens]], dtype=torch.int32), entry.tokens)
-    weight, out = Weight(data, entry.format, entry.kd), torch.empty(entry.tokens, entry.n)
-    with looked_up_for("NVIDIA H200"), record_launches() as made:
-        grouped_gate_up(x, None, weight, weight, work, out)
-    count = LaunchCount()
-    for launch in made:
-        count.note(launch.kernel, launch.args, launch.meta)
-    (said,) = (part for part in count.tiles.split("; ") if part.startswith("grouped "))
-    words = dict(word.split("=") for word in said.split()[1:])
-    wanted = (entry.format, str(entry.tokens), str(entry.cut["rows"]))
-    assert (words["format"], words["tokens"], words["rows"]) == wanted
-    assert words["num_warps"] == str(entry.cut.get("warps", words["num_warps"]))
+    monkeypatch.setenv("MOE_LAB_CACHE", str(tmp_path))
+    entry = Entry("grouped", "q4_k", 64, True, 256, 256, {"rows": 128, "warps": 8, "stages": 2}, 9.0, 10.0)
+    weight = Weight(torch.zeros(1, 256, get_format("q4_k").row_bytes(256), dtype=torch.uint8), "q4_k", 256)
+    x, out = torch.zeros(64, 256, dtype=torch.bfloat16), torch.empty(64, 256)
+    work = WorkList(torch.tensor([[0, 0, 64]], dtype=torch.int32), 64)
+    said = []
+    for entries in ([entry], []):
+        write_table(own_path("A Card"), "A Card", entries, {})
+        with looked_up_for("A Card"), record_launches() as made:
+            grouped_gate_up(x, None, weight, weight, work, out)
+        count = LaunchCount()
+        for launch in made:
+            count.note(launch.kernel, launch.args, launch.meta)
+        (line,) = (part for part in count.tiles.split("; ") if part.startswith("grouped "))
+        said.append(dict(word.split("=") for word in line.split()[1:]))
+    forget()
+    assert {name: said[0][name] for name in ("format", "tokens", "rows", "num_warps", "num_stages")} == {
+        "format": "q4_k", "tokens": "64", "rows": "128", "num_warps": "8", "num_stages": "2"
+    }  # fmt: skip
+    assert said[0] != said[1], "the built-in tile is the table's"
 
 
 def test_no_kernel_has_no_tile() -> None:

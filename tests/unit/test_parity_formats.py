@@ -193,6 +193,7 @@ def test_pairs_that_are_no_pair_are_refused(case: str, plain: lab.MoELayer, x: t
     ("arms", "says"),
     [
         (["gemv", "gemv:"], "names no weights"),
+        (["gemv", "gemv@tiles:q4_k"], "behind the arm, such as gemv:q4_k or gemv:q4_k@tiles"),
         (["gemv", "gemv:other"], "wants a second layer"),
         (["gemv", "magic:q4_k"], "no arm is called"),
         (["gemv:q4_k", "gemv:q4_k"], "named twice"),
@@ -204,6 +205,20 @@ def test_pairs_that_are_no_pair_are_refused(case: str, plain: lab.MoELayer, x: t
 def test_names_that_mean_nothing_are_refused(arms: list[str], says: str, plain: lab.MoELayer, x: torch.Tensor) -> None:
     with pytest.raises(LabError, match=says):
         lab.compare(plain, x, arms)
+
+
+@pytest.mark.wrong_types
+def test_rows_and_routers_are_tensors(plain: lab.MoELayer, x: torch.Tensor) -> None:
+    with pytest.raises(LabTypeError, match=r"x is a list.* torch\.as_tensor makes one"):
+        lab.compare(plain, x.tolist(), ["gemv", "reference"])
+    parts = plain.experts.stack.parts
+    with pytest.raises(LabTypeError, match="the router is a list"):
+        lab.MoELayer.from_tensors(plain.spec, router=plain.router.tolist(), **parts)
+
+
+def test_an_arms_layout_is_the_layers(plain: lab.MoELayer, x: torch.Tensor) -> None:
+    with pytest.raises(LabError, match=r"gemv@planar.*layer\.repacked"):
+        plain(x, "gemv@planar")
 
 
 @pytest.mark.wrong_types
