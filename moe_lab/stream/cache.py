@@ -256,7 +256,7 @@ class ExpertCache(Requests):
 
     def settle(self, layer: int, experts: Iterable[int]) -> None:
         """The picks of `layer` are known: guesses for it that are not among `experts` are given up, those being read at
-        their next piece."""
+        their next piece; what stands in line takes their places."""
         with self._lock:
             self._require_bound()
             if not self._line and not any(part.under_way for part in self._partitions):
