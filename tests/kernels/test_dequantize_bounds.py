@@ -1,29 +1,15 @@
 """The decoding kernels read no byte behind the blocks: they end where a forbidden page begins."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.support.page_edge import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import ctypes, mmap
 import torch
+from tests.support.page_edge import at_the_edge
 from moe_lab_kernels.storage.blocks import BLOCKS
 from moe_lab_kernels.dequantize.dequantize import dequantize, dequantize_ref
 from moe_lab_kernels.dequantize.planar import dequantize_planar
 from moe_lab_kernels.storage.planar import repack, repack_ref, restore
 from moe_lab_kernels.storage.planar_layout import PIECES
-
-def at_the_edge(t):
-    "A copy of uint8 `t` whose last byte is the last before a page that must not be touched."
-    pages = -(-t.numel() // mmap.PAGESIZE)
-    area = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(start + pages * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-    offset = pages * mmap.PAGESIZE - t.numel()
-    return torch.frombuffer(area, dtype=torch.uint8, count=t.numel(), offset=offset).view(t.shape).copy_(t)
 
 for format, block in BLOCKS.items():
     print(format, flush=True)
@@ -41,6 +27,5 @@ for format, block in BLOCKS.items():
 
 
 def test_no_read_behind_the_blocks() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = run_program(PROGRAM)
     assert done.returncode == 0, f"exit {done.returncode} at {done.stdout.split()[-1:]}: {done.stderr[-500:]}"
